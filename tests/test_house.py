@@ -420,6 +420,7 @@ def test_folders_are_at_most_two_levels_deep() -> None:
 # ── tests mirror the code ──
 
 TESTED_THROUGH: dict[str, str] = {
+    "tierd/api/status_page.py": "api/test_operator.py",
     "client/tierd_client/connection.py": "client/test_client.py",
     "client/tierd_client/generation.py": "client/test_client.py",
     "client/tierd_client/log.py": "client/test_session.py",
@@ -452,7 +453,6 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/show.py": "cli/test_verbs.py",
     "tierd/cli/run_requests.py": "cli/test_stop.py",
     "tierd/cli/status.py": "cli/test_ls.py",
-    "tierd/api/status_page.py": "api/test_operator.py",
     "tierd/config_reload.py": "e2e/test_cold_settings.py",
     "tierd/workers/drain.py": "test_daemon.py",
 }

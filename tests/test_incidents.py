@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tierd.errors import Corrupt, Full
+from tierd.errors import Corrupt, Full, TierUnreachable
 from tierd.format.ids import checkpoint_id
 from tierd.incidents import LISTED_MAX, Incidents
 from tierd.metrics import Metrics
@@ -35,6 +35,8 @@ def test_a_tierd_error_is_recorded_with_its_kind_and_hint_and_without_a_tracebac
             "step": 7,
             "stage": "persist",
             "kind": "full",
+            "first_at": "2025-01-01T00:00:00+00:00",
+            "count": 1,
             "message": "write x",
             "hint": "free space",
         }
@@ -67,3 +69,23 @@ def test_the_list_of_incidents_is_bounded_and_newest_first(incidents: Incidents)
 def test_a_message_with_invalid_utf_8_can_be_encoded(incidents: Incidents) -> None:
     incidents.record("list", Corrupt("read " + os.fsdecode(b"caf\xe9")))
     assert json.dumps(incidents.recent(), ensure_ascii=False).encode()
+
+
+def test_a_failure_that_repeats_is_one_entry_with_the_number_of_times(metrics: Metrics) -> None:
+    times = iter("abcdef")
+    incidents = Incidents(metrics, lambda: next(times))
+    for attempt in range(3):
+        incidents.record("list", TierUnreachable(f"list cold: attempt {attempt} took {attempt}.5 s"))
+    incidents.record("persist", TierUnreachable("list cold: attempt 1 took 1.5 s"))
+    for step in (1, 2):
+        incidents.record("scrub", Corrupt(f"read step {step}"))
+    shown = [
+        (each["stage"], each["message"], each["count"], each["first_at"], each["at"]) for each in incidents.recent()
+    ]
+    assert shown == [
+        ("scrub", "read step 2", 1, "f", "f"),
+        ("scrub", "read step 1", 1, "e", "e"),
+        ("persist", "list cold: attempt 1 took 1.5 s", 1, "d", "d"),
+        ("list", "list cold: attempt 2 took 2.5 s", 3, "a", "c"),
+    ]
+    assert metrics.registry.get_sample_value("tierd_failures_total", {"stage": "list", "kind": "tier_unreachable"}) == 3

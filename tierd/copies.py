@@ -23,11 +23,12 @@ class Reason(StrEnum):
 @dataclass(slots=True)
 class CopyRecord:
     """Of one tier. `committed_at_s`: when the last copy was committed, Unix time; None: none yet. `durations_s`: of the
-    last copies."""
+    last copies. `given_up`: how many copies were, by reason; `given_up_at_s`: when the last one was."""
 
     committed_at_s: float | None = None
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=COPIES_REMEMBERED))
     given_up: Counter[Reason] = field(default_factory=Counter[Reason])
+    given_up_at_s: dict[Reason, float] = field(default_factory=dict[Reason, float])
 
     @property
     def copy_s(self) -> float | None:
@@ -41,6 +42,10 @@ class CopyRecords:
 
     def __getitem__(self, tier: str) -> CopyRecord:
         return self._tiers[tier]
+
+    def gave_up(self, tier: str, reason: Reason, *, at_s: float) -> None:
+        self._tiers[tier].given_up[reason] += 1
+        self._tiers[tier].given_up_at_s[reason] = at_s
 
     def committed(self, tier: str, *, seconds: float, at_s: float) -> None:
         self._tiers[tier].committed_at_s = at_s

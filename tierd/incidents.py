@@ -1,4 +1,5 @@
 """Records failures in one place: the log, the failure counter, and the list of recent failures in the status.
+A failure that repeats is one entry there, with the number of times.
 
 `honest`: every error that is handled is recorded here, so log, metrics and status agree.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,8 @@ from tierd.metrics import Metrics
 log = logging.getLogger("tierd")
 
 LISTED_MAX = 20
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
+_EACH_COUNTS = ("corrupt", "foreign", "lost", "given_up", "bug")
 
 
 class Incidents:
@@ -31,19 +35,37 @@ class Incidents:
         is_expected = isinstance(error, TierdError)
         kind = error.kind if is_expected else "bug"
         self._metrics.failures_total.labels(stage=stage, kind=kind).inc()
+        # A message may contain a file name that is not valid UTF-8; the status must still be encodable.
+        message = printable(error.message if is_expected else repr(error))
+        at = first_at = self._now()
+        count = 1
+        if (former := self._former(stage, kind, message)) is not None:
+            self._recent.remove(former)
+            first_at, count = former["first_at"], former["count"] + 1
         self._recent.appendleft(
             {
-                "at": self._now(),
+                "at": at,
+                "first_at": first_at,
+                "count": count,
                 "run": checkpoint.run if checkpoint else None,
                 "step": checkpoint.step if checkpoint else None,
                 "stage": stage,
                 "kind": kind,
-                # A message may contain a file name that is not valid UTF-8; the status must still be encodable.
-                "message": printable(error.message if is_expected else repr(error)),
+                "message": message,
                 "hint": printable(error.hint) if is_expected else "a bug in tierd: please report it with the log",
             }
         )
         log.warning("%s: %s", stage, error, exc_info=None if is_expected else error)
+
+    def _former(self, stage: str, kind: str, message: str) -> dict[str, Any] | None:
+        """The last failure that is a repetition of this one. Of attempts that are made again, only numbers differ, such
+        as the step; what was found damaged or lost is another thing each time."""
+        text = message if kind in _EACH_COUNTS else _NUMBER.sub("#", message)
+        for former in self._recent:
+            of_former = former["message"] if kind in _EACH_COUNTS else _NUMBER.sub("#", former["message"])
+            if (former["stage"], former["kind"], of_former) == (stage, kind, text):
+                return former
+        return None
 
     def recent(self) -> list[dict[str, Any]]:
         """Newest first."""

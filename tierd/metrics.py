@@ -181,8 +181,24 @@ class Metrics:
         self.queue_checkpoints = gauge("queue_checkpoints", "Checkpoints that have not reached the tier yet.", ["tier"])
         self.queue_oldest_age_seconds = gauge(
             "queue_oldest_age_seconds",
-            "Age of the oldest checkpoint that has not reached the tier yet; 0 if there is none.",
+            "Age of the oldest checkpoint that has not reached the tier yet; 0 if there is none. In hot: since the "
+            "first snapshot after the newest durable one, also if newer ones have taken its place.",
             ["tier"],
+        )
+        self.run_state = gauge(
+            "run_state",
+            "1 for the state of a run: running, or how its trainers ended within the last day.",
+            ["run", "state"],
+        )
+        self.run_pause_seconds = gauge(
+            "run_pause_seconds",
+            "Time since the attached trainers of a run last gave a sign: a step time, or a snapshot.",
+            ["run"],
+        )
+        self.run_pause_limit_seconds = gauge(
+            "run_pause_limit_seconds",
+            "Trainers that pause for longer probably hang: 3 times the longest pause so far, at least 30 s.",
+            ["run"],
         )
         self.slots = gauge("slots", "Slots of all ranks, by state.", ["state"])
         self.failures_total = counter(

@@ -12,6 +12,7 @@ from datetime import datetime
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tierd.alarm import Alarm
 from tierd.catalog import Catalog
 from tierd.catalog_entry import sum_up_foreign
 from tierd.config import Config
@@ -23,7 +24,9 @@ from tierd.format.node_file import NodeFile, ranks_text
 from tierd.lifecycle.forecast import Forecast
 from tierd.lifecycle.policy import HOT, Action
 from tierd.lifecycle.selection import MEMORY
+from tierd.memory.progress import Pause
 from tierd.tiers.tier import Tier
+from tierd.work_at_risk import PEER, RiskReport, Source
 
 LOOK_S = 5.0  # how long the daemon's answer to a command waits for fresh listings of the tiers
 FOREIGN_LISTED_MAX = 50  # an attacker can write any number
@@ -113,9 +116,9 @@ class CadenceReport(msgspec.Struct, kw_only=True):
 
 
 class RunReport(msgspec.Struct, kw_only=True):
-    """`world_size`, `ranks_attached`, `state` and `reason` (how the trainers are, or ended), and `cadence`, of trainers
-    that are attached: only the daemon knows.
-    `tiers`: what each has whole. `nodes`: only of a run over several nodes."""
+    """`world_size`, `ranks_attached`, `state`, `reason` and `ended_age_s` (how the trainers are, or ended, and when),
+    `pause`, `cadence` and `newer_generation` (begun elsewhere), of trainers that are attached: only the daemon knows.
+    `tiers`: what each has whole. `at_risk`: what a loss now costs. `nodes`: only of a run over several nodes."""
 
     run: str
     generation: int
@@ -123,14 +126,18 @@ class RunReport(msgspec.Struct, kw_only=True):
     ranks_attached: int | None = None
     state: str | None = None
     reason: str = ""
+    ended_age_s: float | None = None
+    pause: Pause | None = None
+    newer_generation: int | None = None
     cadence: CadenceReport | None = None
+    at_risk: list[RiskReport] = []
     tiers: dict[str, NewestCheckpoint | None] = {}
     unhealthy_steps: list[int] = []
     nodes: NodesReport | UnsetType = UNSET
 
 
 class TierReport(msgspec.Struct, kw_only=True):
-    """`used_bytes`: of the files of the committed checkpoints; None if the tier could never be listed.
+    """`checkpoints`, and `used_bytes` of their files: None if the tier could never be listed.
 
     `listed_age_s`: since the last listing that succeeded began; only the daemon knows. `to_reap`: the checkpoints
     that no policy keeps there and that wait for `tierd reap`; None where the daemon deletes them itself. `parts`: how
@@ -140,7 +147,7 @@ class TierReport(msgspec.Struct, kw_only=True):
     url: str
     is_known: bool
     error: str | None = None
-    checkpoints: int = 0
+    checkpoints: int | None = None
     used_bytes: int | None = None
     free_bytes: int | None = None
     listed_age_s: float | None = None
@@ -164,7 +171,8 @@ class LostReplica(msgspec.Struct, kw_only=True):
 class QueueReport(msgspec.Struct, kw_only=True):
     """The checkpoints that a tier should have and lacks. Of a cold tier also: `copying`, the one in progress; and since
     the daemon's start, `copy_s`, how long a copy takes, the age of the last commit, and how many copies were given up,
-    by reason: "replaced" by newer ones, "no_space" in hot."""
+    by reason: "replaced" by newer ones, "no_space" in hot; `given_up_age_s`: since the last one was. Of hot,
+    `oldest_age_s` begins with the first snapshot since the newest durable one, also if newer ones have replaced it."""
 
     tier: str
     checkpoints: int
@@ -173,9 +181,12 @@ class QueueReport(msgspec.Struct, kw_only=True):
     copy_s: float | None = None
     last_copy_age_s: float | None = None
     given_up: dict[str, int] = {}
+    given_up_age_s: dict[str, float] = {}
 
 
 class FailureReport(msgspec.Struct, kw_only=True):
+    """`at`: of the last time; `first_at`: of the first of `count` times in a row, as far as the daemon remembers."""
+
     at: str
     stage: str
     message: str
@@ -183,6 +194,8 @@ class FailureReport(msgspec.Struct, kw_only=True):
     step: int | None = None
     kind: str = ""
     hint: str = ""
+    first_at: str = ""
+    count: int = 1
 
 
 class CostReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,8 +234,20 @@ class WatchReport(msgspec.Struct, kw_only=True):
     problems: list[str] = []
 
 
+class HolderReport(msgspec.Struct, kw_only=True):
+    """A process that holds the lock of the hot directory. `state`: as of `ps`, such as T, which is stopped."""
+
+    pid: int
+    state: str
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in ("T", "t")
+
+
 class StatusReport(msgspec.Struct, kw_only=True):
-    """`pid` None: no daemon runs, and the tiers were listed by the CLI. `peer_address`: where other nodes read the
+    """`pid` None: no daemon answers, and the tiers were listed by the CLI; `holder`: a daemon runs all the same.
+    `alarms`: what is wrong, and what to type next. `peer_address`: where other nodes read the
     parts of this one; empty: nowhere. `peer_fingerprint`: of its TLS certificate there; empty without TLS."""
 
     version: str
@@ -242,6 +267,8 @@ class StatusReport(msgspec.Struct, kw_only=True):
     slots: dict[str, int] = {}
     costs: CostsReport = msgspec.field(default_factory=CostsReport)
     failures: list[FailureReport] = []
+    holder: HolderReport | None = None
+    alarms: list[Alarm] = []
 
 
 class PlannedAction(msgspec.Struct, kw_only=True):
@@ -338,6 +365,15 @@ def run_report(catalog: Catalog, run: Run, now: datetime) -> RunReport:
     )
 
 
+def sources_of(report: RunReport) -> dict[str, Source]:
+    """What a restart of the run could begin with, by tier, nearest first."""
+    newest: dict[str, NewestCheckpoint | NewestPart | None] = {}
+    if report.nodes is not UNSET:
+        newest = {"all nodes": report.nodes.everywhere, PEER: report.nodes.copied}
+    newest |= report.tiers
+    return {tier: Source(each.generation, each.step, each.age_s) for tier, each in newest.items() if each}
+
+
 async def free_bytes(tier: Tier) -> int | None:
     """None where there is no limit, or no answer."""
     try:
@@ -361,7 +397,7 @@ def tier_report(
         url=url,
         is_known=knowledge.is_known,
         error=knowledge.error or None,
-        checkpoints=len(manifests),
+        checkpoints=len(manifests) if manifests or knowledge.is_known else None,
         used_bytes=sum(one.size_bytes for one in manifests) if manifests or knowledge.is_known else None,
         free_bytes=free_bytes,
         listed_age_s=listed_age_s,

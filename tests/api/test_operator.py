@@ -231,7 +231,8 @@ async def test_facts_of_slow_copies_are_in_status_metrics_and_page(house: House)
     assert ("tierd_last_copy_timestamp_seconds", ("cold",)) not in await house.samples(), "0 would be wrong"
     for seconds in (300.0, 360.0, 420.0):
         copies.committed("cold", seconds=seconds, at_s=NOW.timestamp() - 50)
-    copies["cold"].given_up[Reason.REPLACED] += 5
+    for _ in range(5):
+        copies.gave_up("cold", Reason.REPLACED, at_s=NOW.timestamp() - 7)
     house.rooms.catalog.set_copying("cold", checkpoint_id(RUN, 7, 1))
     queue = (await house.json("/api/v1/status"))["queues"][1]
     assert (queue["copying"], queue["copy_s"], queue["last_copy_age_s"], queue["given_up"]) == (
@@ -240,6 +241,7 @@ async def test_facts_of_slow_copies_are_in_status_metrics_and_page(house: House)
         50.0,
         {"replaced": 5},
     )
+    assert queue["given_up_age_s"] == {"replaced": 7.0}
     samples = await house.samples()
     assert samples["tierd_last_copy_timestamp_seconds", ("cold",)] == NOW.timestamp() - 50
     _, page, _ = await house.get("/")
@@ -308,7 +310,7 @@ async def test_page_shows_the_state_and_escapes_foreign_text(house: House) -> No
     assert (status, content_type) == (200, "text/html; charset=utf-8")
     page = Page(body)
     assert "script" not in page.tags
-    assert page.text.count(hostile) == 5
+    assert page.text.count(hostile) == 7
     for shown in (RUN, "step 7, 90 s ago", "2 of 2", "hot", "cold", "Failures"):
         assert shown in page.text
 

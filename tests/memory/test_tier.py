@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -481,3 +482,35 @@ def test_detaching_a_run_discards_what_its_own_generation_has_sealed(memory: Mem
     again = Trainers(memory, world_size=2)
     again.seal(1, slot=0)
     assert again.restorable() == [1]
+
+
+# ── since when what was sealed is in memory only ──
+
+
+def test_newer_snapshots_that_replace_a_failed_one_do_not_begin_its_age_again(memory: MemoryTier) -> None:
+    trainers = Trainers(memory)
+    assert memory.unsaved_since_s(RUN) == math.inf
+    trainers.persist(trainers.seal(10, 0))
+    assert memory.unsaved_since_s(RUN) == math.inf
+    for step, slot in ((20, 1), (30, 0), (40, 1), (50, 0)):
+        trainers.persist(trainers.seal(step, slot), succeeds=False)
+        trainers.release()
+        assert memory.unsaved_since_s(RUN) == 20.0
+        memory.give_way(RUN, Rank(0), is_last=False)
+        assert memory.unsaved_since_s(RUN) == 20.0
+    trainers.persist(trainers.seal(60, 1))
+    trainers.release()
+    assert memory.unsaved_since_s(RUN) == math.inf
+    trainers.seal(70, 0)
+    trainers.release()  # of the one that was persisted
+    assert memory.unsaved_since_s(RUN) == 70.0
+
+
+def test_the_only_unsaved_snapshot_that_gives_way_counts_until_the_trainer_is_gone(memory: MemoryTier) -> None:
+    trainers = Trainers(memory)
+    trainers.persist(trainers.seal(10, 0))
+    trainers.persist(trainers.seal(20, 1), succeeds=False)
+    assert memory.give_way(RUN, Rank(0), is_last=False) is not None
+    assert memory.unsaved_since_s(RUN) == 20.0
+    memory.leave(RUN, Rank(0), now_s=21.0)
+    assert memory.unsaved_since_s(RUN) == math.inf, "nobody can save it any more"

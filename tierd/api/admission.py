@@ -32,6 +32,7 @@ from tierd.format import wire
 from tierd.format.audit import Action
 from tierd.format.claim import Claim
 from tierd.format.ids import GENERATION_SEEN_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
+from tierd.format.node_file import ranks_text
 from tierd.format.text import printable
 from tierd.lifecycle.policy import HOT
 from tierd.listing import next_sequence
@@ -353,6 +354,10 @@ class Admission:
             session.finish()
         if replaced:
             self._context.metrics.fenced_total.inc()
+            ranks = ranks_text(sorted(rank for _, rank in replaced))
+            message = f"end the trainers of {run}, ranks {ranks}: generation {generation} has taken over while they ran"
+            hint = "one of two jobs should not run: docs/RUNBOOK.md#fenced"
+            self._context.incidents.record("wire", Stale(message, hint=hint))
 
     def _take_over_slots(self, session: TrainerSession, pid: int, *, is_same_generation: bool) -> dict[int, MappedSlot]:
         """The rank's slots that the process `pid` may adopt, and from now on the process that has them mapped."""

@@ -19,6 +19,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 import tierd
+from tierd.alarm_rules import alarms
 from tierd.api.status_page import render
 from tierd.catalog_entry import Entry
 from tierd.checkpoint_report import checkpoint_report, checkpoint_rows, read_diagnosis
@@ -30,6 +31,8 @@ from tierd.format.node_file import NodeFile
 from tierd.format.text import printable, printable_json
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
+from tierd.memory.outcomes import ENDED_RECENT_S
+from tierd.memory.progress import Pause
 from tierd.memory.slot import SlotState
 from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX, Metrics
 from tierd.report import (
@@ -54,8 +57,10 @@ from tierd.report import (
     newest_part_report,
     newest_report,
     run_report,
+    sources_of,
     tier_report,
 )
+from tierd.work_at_risk import RiskReport, work_at_risk
 from tierd.workers.lister import Lister
 from tierd.workers.roster_reader import RosterReader
 from tierd.workers.watcher import Watcher
@@ -97,7 +102,15 @@ class Operator:
         app.router.add_get("/api/v1/lifecycle", self._lifecycle)
         return app
 
-    async def status(self) -> StatusReport:
+    async def status(self, *, with_nodes: bool = False) -> StatusReport:
+        """`with_nodes`: with what the other nodes of the runs answer."""
+        status = await self._status_now()
+        if with_nodes:
+            await asyncio.gather(*map(self._add_roster, status.runs))
+        status.alarms = alarms(status, self._now())
+        return status
+
+    async def _status_now(self) -> StatusReport:
         slot_counts = self._memory.slot_counts()
         free = await asyncio.gather(*map(free_bytes, self._context.tiers.values()))
         left = to_reap(self._catalog, self._context.config)
@@ -176,12 +189,29 @@ class Operator:
         if choice is not None and report.ranks_attached:
             report.cadence = CadenceReport(every_s=round(choice.every_s, 3), reasons=list(choice.reasons))
         report.state, report.reason = self._memory.outcomes.state(run) or (None, "")
+        now_s = self._context.monotonic_s()
+        if (ended_s := self._memory.outcomes.ended_s(run)) is not None:
+            report.ended_age_s = round(now_s - ended_s, 1)
+        if (pause := self._memory.progress.pause(run, now_s)) is not None:
+            report.pause = Pause(round(pause.seconds, 1), round(pause.limit_s, 1))
+        report.newer_generation = self._context.newer_generations().get(run)
+        report.at_risk = self._at_risk(run, report)
         # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
         unhealthy |= {each.id for each in self._memory.complete(run) if each.diagnosis and not each.diagnosis.healthy}
         oldest_first = sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)
         report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
         return report
+
+    def _at_risk(self, run: Run, report: RunReport) -> list[RiskReport]:
+        costs = self._context.metrics.mean_s(self._context.metrics.restore_seconds)
+        return work_at_risk(
+            sources_of(report),
+            world_size=report.world_size or 1,
+            is_running=report.state == "running",
+            step_s=self._memory.progress.step_s(run),
+            restore_s={tier: mean_s for tier, (mean_s, _) in costs.items()},
+        )
 
     def _partner(self, run: Run) -> PartnerReport | None:
         partner, own = self._context.partners.get(run), self._context.config.lifecycle_digest
@@ -211,6 +241,8 @@ class Operator:
     def _queues(self) -> list[QueueReport]:
         ages = [time.monotonic() - one.sealed_at_s for one in self._memory.pending()]
         queues = [_queue(HOT, ages)]
+        since_s = min(map(self._memory.unsaved_since_s, self._memory.runs()), default=math.inf)
+        queues[0].oldest_age_s = round(max(0.0, self._context.monotonic_s() - since_s), 1)
         for tier, checkpoints in waiting(self._catalog, self._context.config).items():
             entries = [entry for checkpoint in checkpoints if (entry := self._catalog.get(checkpoint))]
             queue = _queue(tier, [age_s(entry.manifest.created_at, self._now()) for entry in entries])
@@ -220,6 +252,10 @@ class Operator:
             if record.committed_at_s is not None:
                 queue.last_copy_age_s = round(max(0.0, self._now().timestamp() - record.committed_at_s), 1)
             queue.given_up = {str(reason): count for reason, count in record.given_up.items()}
+            queue.given_up_age_s = {
+                str(reason): round(max(0.0, self._now().timestamp() - at_s), 1)
+                for reason, at_s in record.given_up_at_s.items()
+            }
             queues.append(queue)
         return queues
 
@@ -237,6 +273,9 @@ class Operator:
             metrics.commit_missing_ranks,
             metrics.unhealthy_checkpoints,
             metrics.tier_free_bytes,
+            metrics.run_state,
+            metrics.run_pause_seconds,
+            metrics.run_pause_limit_seconds,
         ):
             gauge.clear()
         shown = self._runs_with_series(status.runs)
@@ -246,6 +285,11 @@ class Operator:
                 continue
             metrics.begin_run(run.run)
             metrics.unhealthy_checkpoints.labels(run.run).set(len(run.unhealthy_steps))
+            if run.state is not None and (run.ended_age_s or 0.0) < ENDED_RECENT_S:
+                metrics.run_state.labels(run.run, run.state).set(1)
+            if run.pause is not None:
+                metrics.run_pause_seconds.labels(run.run).set(run.pause.seconds)
+                metrics.run_pause_limit_seconds.labels(run.run).set(run.pause.limit_s)
             everywhere = run.nodes.everywhere if run.nodes is not UNSET else None
             if everywhere is not None and everywhere.age_s is not None:
                 metrics.everywhere_age_seconds.labels(run.run).set(everywhere.age_s)
@@ -322,10 +366,7 @@ class Operator:
     async def _status(self, request: web.Request) -> web.Response:
         if "fresh" in request.query:
             await self._look()
-        status = await self.status()
-        if "nodes" in request.query:
-            await asyncio.gather(*map(self._add_roster, status.runs))
-        return _json(status)
+        return _json(await self.status(with_nodes="nodes" in request.query))
 
     async def _add_roster(self, report: RunReport) -> None:
         if report.nodes is not UNSET:

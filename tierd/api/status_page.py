@@ -6,9 +6,9 @@ import html
 
 from msgspec import UNSET
 
-from tierd.format.text import printable
+from tierd.format.text import printable, size
 from tierd.lifecycle.selection import MEMORY
-from tierd.report import StatusReport
+from tierd.report import FailureReport, StatusReport
 
 
 def render(status: StatusReport) -> str:
@@ -29,9 +29,9 @@ def render(status: StatusReport) -> str:
             tier.name,
             tier.url,
             "known" if tier.is_known else f"not known: {tier.error}",
-            str(tier.checkpoints),
-            "" if tier.used_bytes is None else f"{tier.used_bytes / 2**30:.2f} GiB",
-            "" if tier.free_bytes is None else f"{tier.free_bytes / 2**30:.1f} GiB",
+            "unknown" if tier.checkpoints is None else str(tier.checkpoints),
+            "" if tier.used_bytes is None else size(tier.used_bytes),
+            "" if tier.free_bytes is None else size(tier.free_bytes),
         ]
         for tier in status.tiers
     ]
@@ -62,19 +62,25 @@ def render(status: StatusReport) -> str:
         ]
         for watch in status.watches
     ]
-    failures = [[one.at, one.stage, one.kind, one.message, one.hint] for one in status.failures]
+    failures = [[one.at, _times(one), one.stage, one.kind, one.message, one.hint] for one in status.failures]
+    wrong = [[one.severity, one.message, one.command, f"RUNBOOK.md#{one.runbook}", one.alert] for one in status.alarms]
     return (
         "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5><title>tierd</title>"
         "<style>body{font:15px system-ui;margin:2em;max-width:75em}table{border-collapse:collapse;margin:0 0 2em}"
         "td,th{border:1px solid #bbb;padding:.3em .7em;text-align:left}</style>"
         f"<h1>tierd on {_cell(status.node)}</h1><p>version {status.version}, up "
         f"{status.uptime_s:.0f} s; deletion halted: {_cell('; '.join(status.halted) or 'no')}</p>"
+        + _table("What is wrong", ["severity", "what", "command", "section", "alert"], wrong)
         + _table("Newest restorable step", ["run", "generation", "state", "ranks", *tiers, "unhealthy steps"], runs)
         + _table("Tiers", ["tier", "where", "listing", "checkpoints", "used", "free"], tier_rows)
         + _table("Still to be copied", queue_heads, queues)
         + (_table("Watched folders", watch_heads, watches) if watches else "")
-        + _table("Failures, newest first", ["at", "stage", "kind", "what", "hint"], failures)
+        + _table("Failures, newest first", ["at", "how often", "stage", "kind", "what", "hint"], failures)
     )
+
+
+def _times(failure: FailureReport) -> str:
+    return f"{failure.count} times since {failure.first_at}" if failure.count > 1 else "once"
 
 
 def _table(title: str, heads: list[str], rows: list[list[str]]) -> str:

@@ -142,6 +142,7 @@ class TrainerDoor:
             try:
                 if session.rank != NO_RANK:
                     self._context.cadences.entered(session.run, self._context.monotonic_s())
+                    self._memory.progress.entered(session.run, self._context.monotonic_s())
                 self.admission.welcome(session, slots)
                 await self.admission.secrets.save(session.run)  # before the answer is sent
                 self._requests.rank_entered(session)
@@ -216,6 +217,7 @@ class TrainerDoor:
         run, generation, rank = session.run, session.generation, session.rank
         match message:
             case wire.Filling():
+                self._memory.progress.sign(run, self._context.monotonic_s())
                 self._memory.fill(run, generation, rank, message.slot)
             case wire.Abandon():
                 self._memory.abandon(run, generation, rank, message.slot)
@@ -224,6 +226,7 @@ class TrainerDoor:
                 failpoint("snapshot.accept")
                 snapshot_set = self._memory.seal(run, generation, rank, message, now_s=self._context.monotonic_s())
                 failpoint("snapshot.accepted")
+                self._memory.progress.sign(run, self._context.monotonic_s())
                 session.post(wire.Accepted(slot=message.slot, step=message.step))
                 if message.resent:
                     self._answer(session, wire.Ask(step=message.step, generation=generation))
@@ -253,6 +256,7 @@ class TrainerDoor:
                 if session.rank != FIRST or not 0 < message.seconds < math.inf:
                     raise BadRequest(f"take a step time of {message.seconds} s from rank {rank} of {run}")
                 self._throttle.report_step(run, message.seconds)
+                self._memory.progress.sign(run, self._context.monotonic_s(), step_s=message.seconds)
             case wire.Everywhere():
                 if self._memory.node(run) is not None:
                     self._catalog.saw_everywhere(checkpoint_id(run, message.step, generation))

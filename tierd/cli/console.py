@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import msgspec
 import typer
 
+from tierd.format.text import duration as duration
 from tierd.format.text import printable, printable_json
+from tierd.format.text import size as size
 from tierd.report import age_s
 from tierd.tiers.store import Progress
 
@@ -74,28 +76,6 @@ def progress_bar(title: str, total_bytes: int, *, done_bytes: int = 0) -> Genera
     with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(printable(title), total=total_bytes, completed=done_bytes)
         yield lambda size_bytes: bar.advance(task, size_bytes)
-
-
-# ── units ──
-
-
-def size(size_bytes: float) -> str:
-    """Decimal units, as disks and buckets are sold: `6.24 GB`."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(size_bytes) < 999.5:
-            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:,.0f} PB"
-
-
-def duration(seconds: float) -> str:
-    """The two largest units: `3 min 12 s`."""
-    if seconds < 60:
-        return f"{max(seconds, 0):.3g} s" if seconds < 10 else f"{seconds:.0f} s"
-    for unit_s, unit, below_s, below in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if seconds >= unit_s:
-            return f"{int(seconds // unit_s)} {unit} {int(seconds % unit_s // below_s)} {below}"
-    return f"{seconds:.0f} s"
 
 
 def now() -> datetime:

@@ -23,11 +23,13 @@ from tierd.errors import DaemonUnreachable, NotFound
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.selection import MEMORY
-from tierd.report import LOOK_S, StatusReport
+from tierd.report import LOOK_S, HolderReport, StatusReport
+from tierd.tiers.lock import locked_by
 
 TIMEOUT_S = 3.0
 _ANSWER_BYTES_MAX = 256 << 20  # 10,000 checkpoints are some 5 MB
 _HINT = "start it with `tierd serve`; `tierd ls` and `tierd restore` work without it"
+_HUNG = "do not start another one: `tierd status` says what to type; `tierd ls` and `tierd restore` work without it"
 
 T = TypeVar("T")
 
@@ -71,6 +73,12 @@ def find(config: Config, *, is_fresh: bool = False, with_nodes: bool = False) ->
     return RunningDaemon(config=config, address=address, status=status)
 
 
+def holder(config: Config) -> HolderReport | None:
+    """The daemon that runs on this machine with this hot directory, also if it does not answer."""
+    found = locked_by(config.hot_path)
+    return None if found is None else HolderReport(pid=found[0], state=found[1])
+
+
 def find_or_none(config: Config, *, is_fresh: bool = False) -> RunningDaemon | None:
     try:
         return find(config, is_fresh=is_fresh)
@@ -107,6 +115,9 @@ def _get(config: Config, address: str, path: str, kind: type[T], *, timeout_s: f
         raise refusal(message, hint=_HINT) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        if (running := holder(config)) is not None:
+            message = f"ask the daemon at {address}: {reason}, although its process {running.pid} holds the lock"
+            raise DaemonUnreachable(message, hint=_HUNG) from error
         raise DaemonUnreachable(f"ask the daemon at {address}: {reason}", hint=_HINT) from error
     try:
         return msgspec.json.decode(raw, type=kind)

@@ -1,23 +1,29 @@
-"""`tierd status`: what can be restored, from where, how old it is, and the command that restores it.
+"""`tierd status`: what is wrong and what to type next; what can be restored, from where, and what a loss now costs.
 
-Without a daemon the tiers are listed directly, the answer has the same form, and the exit code is 13.
+Without a daemon the tiers are listed directly, the answer has the same form, and the exit code is 13. With --check the
+exit code is that of a monitoring check.
 """
 
 from __future__ import annotations
 
 import shlex
+from typing import Annotated
 
 import typer
 from msgspec import UNSET
 
 from tierd import __version__
+from tierd.alarm import Severity
+from tierd.alarm_rules import alarms
+from tierd.catalog import Catalog
 from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
 from tierd.cli.roster_table import print_roster
 from tierd.decisions import halted, to_reap
-from tierd.errors import DaemonUnreachable
+from tierd.errors import DaemonUnreachable, TierdError
+from tierd.format.ids import Run
 from tierd.format.node_file import ranks_text
 from tierd.report import (
     NewestCheckpoint,
@@ -30,24 +36,65 @@ from tierd.report import (
     foreign_sentences,
     free_bytes,
     run_report,
+    sources_of,
     tier_report,
 )
+from tierd.work_at_risk import RiskReport, work_at_risk
+
+RUNBOOK = "docs/RUNBOOK.md"
+UNKNOWN = 3
+_CODES = {Severity.WARNING: 1, Severity.CRITICAL: 2}
+_LISTED_FAILURES = 5
+_PAUSE_SHOWN_S = 10.0
+Check = Annotated[
+    bool,
+    typer.Option(
+        "--check", help="Print only what is wrong, and exit with 0 (ok), 1 (warning), 2 (critical) or 3 (unknown)."
+    ),
+]
 
 _STATES = {"stopped": "stopped: start it again", "halted": "HALTED: a person must decide"}
 
 
-async def status(context: typer.Context, json: options.Json = False) -> int:
-    """Print what can be restored, from where, and what is stalled."""
+async def status(context: typer.Context, json: options.Json = False, check: Check = False) -> int:
+    """Print what can be restored, from where, what is at risk, and what stands still.
+
+    Exits with 0 if the daemon answers, also while something is wrong, else with 13. With --check, as monitoring checks
+    do: 0 ok, 1 warning, 2 critical, 3 unknown."""
     settings = settings_of(context)
+    try:
+        return await _status(settings, as_json=json, is_check=check)
+    except TierdError as error:
+        if not check:
+            raise
+        print_result(f"UNKNOWN: {error.message}")
+        return UNKNOWN
+
+
+async def _status(settings: Settings, *, as_json: bool, is_check: bool) -> int:
     unreachable: DaemonUnreachable | None = None
     try:
         report = daemon_http.find(settings.config(), with_nodes=True).status
     except DaemonUnreachable as error:
         report, unreachable = await _list(settings), error
-    print_report(report, as_json=json, text=lambda report: _print(report, settings))
+        report.alarms = alarms(report, now())
+    if is_check and not as_json:
+        _print_check(report)
+    else:
+        print_report(report, as_json=as_json, text=lambda report: _print(report, settings))
+    if is_check:
+        return max((_CODES[alarm.severity] for alarm in report.alarms), default=0)
     if unreachable is not None:
         raise unreachable
     return 0
+
+
+def _print_check(report: StatusReport) -> None:
+    """What is wrong, a line for each; the first is what a monitoring system shows."""
+    for alarm in report.alarms:
+        print_result(f"{alarm.severity.upper()}: {alarm.message} ({RUNBOOK}#{alarm.runbook})")
+    if not report.alarms:
+        print_result(f"OK: {len(report.runs)} runs, {len(report.tiers)} tiers")
 
 
 async def _list(settings: Settings) -> StatusReport:
@@ -67,20 +114,30 @@ async def _list(settings: Settings) -> StatusReport:
             pid=None,
             uptime_s=None,
             is_ready=False,
+            holder=daemon_http.holder(settings.config()),
             halted=[str(halt) for halt in halted(catalog)],
             foreign=foreign_sentences(catalog),
-            runs=[run_report(catalog, run, now()) for run in catalog.runs()],
+            runs=[_run_report(catalog, run) for run in catalog.runs()],
             tiers=tiers,
         )
 
 
+def _run_report(catalog: Catalog, run: Run) -> RunReport:
+    report = run_report(catalog, run, now())
+    report.at_risk = work_at_risk(sources_of(report), world_size=1, is_running=False)
+    return report
+
+
 def _print(report: StatusReport, settings: Settings) -> None:
-    if report.pid is None:
+    if report.pid is None and report.holder is not None:
+        print_result(f"the daemon, pid {report.holder.pid}, does not answer; the tiers were read just now", "")
+    elif report.pid is None:
         print_result("no daemon: no snapshots are taken here; the following was read from the tiers just now", "")
     else:
         up = f", up {duration(report.uptime_s)}" if report.uptime_s is not None else ""
         ready = "ready" if report.is_ready else "not ready yet"
         print_result(f"tierd {report.version} on {report.node}, pid {report.pid}{up}, {ready}", "")
+    _print_alarms(report, settings)
     if not report.runs:
         print_result("no run is known")
     for run in report.runs:
@@ -90,7 +147,7 @@ def _print(report: StatusReport, settings: Settings) -> None:
         [
             [
                 tier.name,
-                str(tier.checkpoints) if tier.parts is UNSET else f"{tier.checkpoints} ({tier.parts} parts)",
+                _count(tier),
                 "" if tier.used_bytes is None else size(tier.used_bytes),
                 "" if tier.free_bytes is None else size(tier.free_bytes),
                 tier.url + (f"  {'note' if tier.is_known else 'NOT REACHABLE'}: {tier.error}" if tier.error else ""),
@@ -110,15 +167,12 @@ def _print(report: StatusReport, settings: Settings) -> None:
             )
     if slots := [f"{count} {state}" for state, count in sorted(report.slots.items()) if count]:
         print_result("slots: " + ", ".join(slots))
-    for lost in report.lost:
-        print_result(f"LOST: {lost.id} disappeared from {lost.tier}: docs/RUNBOOK.md#checkpoints-lost")
-    for reason in report.foreign:
-        print_result(f"FOREIGN: {reason}: docs/RUNBOOK.md#foreign-checkpoints")
-    for reason in report.halted:
-        print_result(f"DELETION HALTED: {reason}")
-    for failure in report.failures[:5]:
-        where = f"{failure.at} {failure.stage} {failure.run or ''} {failure.step or ''}"
-        print_result(f"failure {where}: {failure.message}")
+    named = " ".join(alarm.message for alarm in report.alarms)
+    for failure in [each for each in report.failures if each.message not in named][:_LISTED_FAILURES]:
+        times = f" ({failure.count} times since {failure.first_at})" if failure.count > 1 else ""
+        where = f"{failure.at} {failure.stage}"
+        where += f" {failure.run} step {failure.step}" if failure.run else ""
+        print_result(f"failure {where}: {failure.message}{times}")
         if failure.hint:
             print_result(f"  hint: {failure.hint}")
 
@@ -136,6 +190,30 @@ def _print_watch(watch: WatchReport) -> None:
         print_result(f"  {line}")
 
 
+def _print_alarms(report: StatusReport, settings: Settings) -> None:
+    hints = {failure.message: failure.hint for failure in report.failures if failure.hint}
+    for alarm in report.alarms:
+        print_result(f"{alarm.severity.upper()}: {alarm.message}")
+        if hint := next((hint for message, hint in hints.items() if message in alarm.message), ""):
+            print_result(f"  hint: {hint}")
+        print_result(f"  next: {_with_config(alarm.command, settings)}   {RUNBOOK}#{alarm.runbook}")
+    if report.alarms:
+        print_result("")
+
+
+def _with_config(command: str, settings: Settings) -> str:
+    """A command of tierd for the config in use, ready to paste."""
+    if not settings.config_file or not command.startswith("tierd "):
+        return command
+    return command.replace("tierd ", f"tierd --config {shlex.quote(settings.config_file)} ", 1)
+
+
+def _count(tier: TierReport) -> str:
+    if tier.checkpoints is None:
+        return "unknown"
+    return str(tier.checkpoints) if tier.parts is UNSET else f"{tier.checkpoints} ({tier.parts} parts)"
+
+
 def _print_queue(queue: QueueReport) -> None:
     if queue.checkpoints:
         parts = [f"waiting for {queue.tier}: {queue.checkpoints}, the oldest for {duration(queue.oldest_age_s)}"]
@@ -144,7 +222,7 @@ def _print_queue(queue: QueueReport) -> None:
         print_result("; ".join(parts))
     if replaced := queue.given_up.get("replaced"):
         takes = "" if queue.copy_s is None else f", a copy takes {duration(queue.copy_s)}"
-        print_result(f"{queue.tier} DOES NOT KEEP UP: {replaced} checkpoints were replaced before their copy{takes}")
+        print_result(f"{replaced} checkpoints were replaced by newer ones before their copy to {queue.tier}{takes}")
     if no_space := queue.given_up.get("no_space"):
         print_result(f"GIVEN UP: {no_space} checkpoints were deleted before {queue.tier} had them: hot had no room")
 
@@ -158,6 +236,8 @@ def _print_run(run: RunReport, settings: Settings) -> None:
     state = f", {_STATES.get(run.state, run.state)}" if run.state else ""
     reason = f" ({run.reason})" if run.reason else ""
     print_result(f"{run.run}  generation {run.generation}{ranks}{state}{reason}")
+    if run.pause is not None and run.pause.seconds >= _PAUSE_SHOWN_S:
+        print_result(f"  its trainers gave no sign for {duration(run.pause.seconds)}")
     if run.cadence is not None:
         print_result(f"  saves every {duration(run.cadence.every_s)} (auto): {'; '.join(run.cadence.reasons)}")
     newest = {tier: checkpoint for tier, checkpoint in run.tiers.items() if checkpoint}
@@ -176,12 +256,26 @@ def _print_run(run: RunReport, settings: Settings) -> None:
             print_roster(nodes.roster)
     for tier, checkpoint in newest.items():
         print_result(f"  {tier:<10} {_newest(checkpoint)}")
+    for risk in run.at_risk:
+        if run.state == "running" or risk.tier is None or risk.steps or risk.seconds:
+            whose = "the trainers are" if risk.lost == "trainers" else f"the {risk.lost} is"
+            print_result(f"  if {whose} lost now: {_risk(risk)}")
     if run.unhealthy_steps:
         print_result(f"  UNHEALTHY: step {', '.join(map(str, run.unhealthy_steps))}: numbers that are not finite")
     nothing = "no tier here has a whole checkpoint; a restart of the run reads the parts of all nodes"
     nothing = f"  {nothing}" if nodes and nodes.parts else "  nothing restorable"
     print_result(f"  get it back:  {_restore_command(run, settings)}" if newest else nothing)
     print_result("")
+
+
+def _risk(risk: RiskReport) -> str:
+    if risk.tier is None:
+        return "all work is lost, no other tier has a checkpoint"
+    work = [f"{risk.steps} steps"] if risk.steps is not None else []
+    work += [] if risk.seconds is None else [duration(risk.seconds)]
+    work += [] if not risk.gpu_seconds else [f"{duration(risk.gpu_seconds)} of GPU time"]
+    restore = "" if risk.restore_s is None else f"; a restore takes {duration(risk.restore_s)}"
+    return f"{', '.join(work)}; back to step {risk.step} from {risk.tier}{restore}"
 
 
 def _newest(checkpoint: NewestCheckpoint | NewestPart) -> str:

@@ -1,7 +1,8 @@
 """Makes text from outside safe to print: from messages, manifests, markers, keys, host names and errors about them.
 
 What could move a cursor, begin a line of a log, or reorder what a reader sees is shown as an escape such as \\x1b. All
-that tierd writes to a log, a terminal or a page goes through here. JSON keeps the text, with escapes of JSON.
+that tierd writes to a log, a terminal or a page goes through here. JSON keeps the text, with escapes of JSON. Sizes and
+times that people read have one form.
 """
 
 from __future__ import annotations
@@ -36,3 +37,22 @@ def printable_json(encoded: bytes) -> str:
         return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
 
     return _NOT_PRINTABLE.sub(escape, encoded.decode())
+
+
+def size(size_bytes: float) -> str:
+    """Decimal units, as disks and buckets are sold: `6.24 GB`."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(size_bytes) < 999.5:
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:,.0f} PB"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: `3 min 12 s`."""
+    if seconds < 60:
+        return f"{max(seconds, 0):.3g} s" if seconds < 10 else f"{seconds:.0f} s"
+    for unit_s, unit, below_s, below in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= unit_s:
+            return f"{int(seconds // unit_s)} {unit} {int(seconds % unit_s // below_s)} {below}"
+    return f"{seconds:.0f} s"

@@ -12,6 +12,8 @@ from tierd.format.ids import Generation, Rank, Run
 from tierd.format.wire import OUTCOMES
 
 RUNS_MAX = 1024
+ENDED_BADLY = ("lost", "failed", "halted")  # outcomes after which a person is expected to do something
+ENDED_RECENT_S = 24 * 3600.0  # an outcome is an alarm for so long: then the run is taken for abandoned
 LOST = OUTCOMES.index("lost")
 GOOD_ORDER = {OUTCOMES.index(outcome) for outcome in ("finished", "stopped", "halted")}
 REASON_CHARS_MAX = 1000
@@ -24,6 +26,7 @@ class _Ranks:
     generation: Generation
     present: set[Rank] = field(default_factory=set)
     outcomes: dict[Rank, tuple[int, str]] = field(default_factory=dict)
+    ended_s: float = 0.0  # monotonic time when a rank last disconnected
 
 
 class RunOutcomes:
@@ -48,11 +51,12 @@ class RunOutcomes:
         if run in self._runs:
             self._runs[run].outcomes[rank] = OUTCOMES.index(outcome), reason[:REASON_CHARS_MAX]
 
-    def rank_disconnected(self, run: Run, rank: Rank) -> None:
+    def rank_disconnected(self, run: Run, rank: Rank, *, now_s: float = 0.0) -> None:
         """The rank's connection has ended; without a Goodbye before, its outcome is `lost`."""
         ranks = self._runs.get(run)
         if ranks is not None:
             ranks.present.discard(rank)
+            ranks.ended_s = now_s
             ranks.outcomes.setdefault(rank, (LOST, "the connection ended without a Goodbye"))
 
     def is_in_good_order(self, run: Run, world_size: int) -> bool:
@@ -61,6 +65,11 @@ class RunOutcomes:
         if ranks is None or ranks.present or len(ranks.outcomes) < world_size:
             return False
         return all(severity in GOOD_ORDER for severity, _ in ranks.outcomes.values())
+
+    def ended_s(self, run: Run) -> float | None:
+        """The monotonic time when its last rank disconnected; None while one is connected, or none has been."""
+        ranks = self._runs.get(run)
+        return None if ranks is None or ranks.present else ranks.ended_s
 
     def state(self, run: Run) -> tuple[str, str] | None:
         """(state, reason): `running` while a rank is connected, then the outcome. None: no rank has connected since

@@ -9,6 +9,7 @@ no file, no clock.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.node_messages import NodeRanks
 from tierd.format.wire import SLOTS_MAX, Sealed
 from tierd.memory.outcomes import RunOutcomes
+from tierd.memory.progress import RunProgress
 from tierd.memory.slot import MappedSlot, SlotEvent, SlotState, snapshot_entry
 from tierd.memory.snapshot_set import Snapshot, SnapshotSet
 
@@ -33,6 +35,7 @@ class _RunMemory:
     present: set[Rank] = field(default_factory=set)
     departed_s: float = 0.0  # monotonic time when a rank last left
     given_up: deque[CheckpointId] = field(default_factory=lambda: deque(maxlen=SLOTS_MAX))
+    lost_since_s: float = math.inf  # when the first set was complete that is lost, and no newer one was persisted
 
     @property
     def ranks(self) -> Collection[int]:
@@ -44,9 +47,21 @@ class _RunMemory:
         """No rank is connected, and there is nothing left to persist."""
         return not self.present and not any(each.is_pending for each in self.sets.values())
 
+    @property
+    def unsaved_since_s(self) -> float:
+        """When the first set was complete since the newest one that was persisted; infinite if that is the newest."""
+        persisted = [each.sealed_at_s for each in self.sets.values() if each.is_in(SlotState.RETAINED)]
+        unsaved = [each.sealed_at_s for each in self.sets.values() if each.is_pending]
+        unsaved += [self.lost_since_s] if self.present or unsaved else []  # else nobody can save it any more
+        return min((at_s for at_s in unsaved if at_s > max(persisted, default=-math.inf)), default=math.inf)
+
     def discard(self, snapshot_set: SnapshotSet, event: SlotEvent) -> None:
         """Remove a set, and close those of its slots that their rank no longer uses."""
         del self.sets[snapshot_set.id]
+        if snapshot_set.is_in(SlotState.RETAINED) and snapshot_set.sealed_at_s >= self.lost_since_s:
+            self.lost_since_s = math.inf
+        elif snapshot_set.is_pending:
+            self.lost_since_s = min(self.lost_since_s, snapshot_set.sealed_at_s)
         for snapshot in snapshot_set.snapshots.values():
             snapshot.slot.move(event)
             attached = self.slots.get(snapshot.rank, {})
@@ -81,6 +96,7 @@ class MemoryTier:
         self.algorithm = algorithm
         self._runs: dict[Run, _RunMemory] = {}
         self.outcomes = RunOutcomes()
+        self.progress = RunProgress()
 
     # ── called for trainers ──
 
@@ -248,7 +264,9 @@ class MemoryTier:
             slot.move(SlotEvent.TRAINER_DIED)
         memory = self._runs[run]
         memory.present.discard(rank)
-        self.outcomes.rank_disconnected(run, rank)
+        self.outcomes.rank_disconnected(run, rank, now_s=now_s)
+        if not memory.present:
+            self.progress.left(run)
         memory.departed_s = now_s
 
     # ── called by workers ──
@@ -258,6 +276,11 @@ class MemoryTier:
         then oldest first."""
         pending = [each for memory in self._runs.values() for each in memory.sets.values() if each.is_pending]
         return sorted(pending, key=lambda each: (not each.is_last, each.failures, each.sealed_at_s))
+
+    def unsaved_since_s(self, run: Run) -> float:
+        """The monotonic time since when what a run has sealed is in memory only; infinite if its newest set is
+        persisted. A newer set that takes the place of one that could not be persisted does not begin it again."""
+        return self._get(run).unsaved_since_s
 
     def sequence_max(self, run: Run) -> int:
         """The highest sequence of a manifest that was made for a snapshot here; 0 when there is none."""

@@ -6,6 +6,7 @@ describes the holder, for messages and for the CLI, which reads the daemon's add
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -118,6 +119,21 @@ class Lock(AbstractContextManager["Lock"]):
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def locked_by(root: Path) -> tuple[int, str] | None:
+    """The process on this machine that holds the lock of the directory, and its state as `ps` has it, such as "T". None
+    where no process is seen to hold it. Does not touch the lock: a daemon that starts now must get it."""
+    with contextlib.suppress(OSError, msgspec.DecodeError, ValueError, RecursionError):
+        raw = (root / layout.LOCK).read_bytes()[:_DESCRIPTION_BYTES_MAX]
+        pid = msgspec.json.decode(raw, type=dict[str, str | int | float]).get("pid")
+        inode = (root / layout.LOCK).stat().st_ino
+        # ID: FLOCK ADVISORY WRITE PID MAJOR:MINOR:INODE START END, proc_locks(5); devices differ on btrfs.
+        held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        if any(words[-4] == str(pid) and words[-3].rpartition(":")[2] == str(inode) for words in held):
+            # The name of the program, in parentheses, may hold anything.
+            return int(str(pid)), Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return None
 
 
 def _holder(fd: int) -> dict[str, str | int | float]:

@@ -237,7 +237,7 @@ class Reaper:
         """Count that hot loses a checkpoint. Returns the cold tiers that should get it and have not."""
         tiers = sorted(self._selected.get(entry.id, set()) - entry.tiers)
         for tier in tiers:
-            self._context.copies[tier].given_up[reason] += 1
+            self._context.copies.gave_up(tier, reason, at_s=self._context.now().timestamp())
             self._context.metrics.copies_given_up_total.labels(tier=tier, reason=reason).inc()
         return tiers
 

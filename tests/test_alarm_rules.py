@@ -1,0 +1,130 @@
+"""What `tierd status` calls wrong: each rule agrees with an alert, and is silent when nothing is wrong."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.test_grafana import rules
+from tierd.alarm import Severity
+from tierd.alarm_rules import alarms
+from tierd.memory.progress import Pause
+from tierd.report import (
+    FailureReport,
+    HolderReport,
+    LostReplica,
+    NewestCheckpoint,
+    NewestPart,
+    NodeReport,
+    NodesReport,
+    QueueReport,
+    RunReport,
+    StatusReport,
+    TierReport,
+)
+
+NOW = datetime(2025, 1, 1, 12, tzinfo=UTC)
+HOT = TierReport(name="hot", url="file:///nvme", is_known=True, checkpoints=2, used_bytes=20, free_bytes=1000)
+BUCKET = TierReport(name="cold", url="s3://bucket/prefix", is_known=True, checkpoints=2, used_bytes=20)
+
+
+def status(**fields: Any) -> StatusReport:
+    defaults: dict[str, Any] = {"pid": 42, "uptime_s": 9.0, "is_ready": True, "tiers": [HOT, BUCKET]}
+    return StatusReport(version="0", node="here", **defaults | fields)
+
+
+def failed(stage: str, kind: str, *, at: str = "2025-01-01T11:55:00+00:00") -> StatusReport:
+    queues = [QueueReport(tier="hot", checkpoints=1, oldest_age_s=1.0), QueueReport(tier="cold", checkpoints=1)]
+    return status(failures=[FailureReport(at=at, stage=stage, kind=kind, message="x")], queues=queues)
+
+
+def newest(step: int, age_s: float = 1.0) -> NewestCheckpoint:
+    return NewestCheckpoint(step=step, generation=1, created_at="", age_s=age_s)
+
+
+def of_run(**fields: Any) -> StatusReport:
+    return status(runs=[RunReport(run="gpt", generation=1, **{"state": "running"} | fields)])
+
+
+def of_nodes(**fields: Any) -> StatusReport:
+    return of_run(nodes=NodesReport(ranks=[0], world_size=2, **fields))
+
+
+def node(**fields: Any) -> NodeReport:
+    return NodeReport(ranks=[1], address="n2:9465", is_here=False, **fields)
+
+
+SLOW = QueueReport(tier="cold", checkpoints=0, given_up={"replaced": 3}, given_up_age_s={"replaced": 9.0})
+PART = NewestPart(ranks=[1], world_size=2, step=5, generation=1, created_at="", age_s=1801.0)
+WRONG: list[tuple[str, StatusReport]] = [
+    ("TierdDown", status(pid=None)),
+    ("TierdDown", status(pid=None, holder=HolderReport(pid=7, state="T"))),
+    ("TierdLoopStuck", failed("loop", "transient")),
+    ("TierdDrillFailed", failed("drill", "transient")),
+    ("TierdDiskFull", failed("persist", "full")),
+    ("TierdCopiesGivenUp", failed("reap", "given_up")),
+    ("TierdVerifyFailed", failed("scrub", "corrupt")),
+    ("TierdFenced", failed("wire", "stale")),
+    ("TierdBug", failed("list", "bug")),
+    ("TierdNotDurable", failed("persist", "transient")),
+    ("TierdNotDurable", status(queues=[QueueReport(tier="hot", checkpoints=1, oldest_age_s=50.0)])),
+    ("TierdColdRequestsFail", failed("replicate", "transient")),
+    ("TierdCheckpointsLost", status(lost=[LostReplica(run="gpt", step=1, generation=1, tier="cold")])),
+    ("TierdForeignCheckpoints", status(foreign=["x is not signed"])),
+    ("TierdDiskAlmostFull", status(tiers=[msgspec.structs.replace(HOT, free_bytes=19)])),
+    ("TierdHalted", status(tiers=[TierReport(name="hot", url="file:///nvme", is_known=False, error="I/O error")])),
+    ("TierdColdRequestsFail", status(tiers=[TierReport(name="cold", url="s3://b/p", is_known=False, error="403")])),
+    ("TierdHalted", status(halted=["unreadable_manifest: x"])),
+    ("TierdHalted", status(halted=["shared_generation: x"])),
+    ("TierdDamagedReplica", status(halted=["damaged_replica: x"])),
+    ("TierdColdBehind", status(queues=[QueueReport(tier="cold", checkpoints=1, oldest_age_s=3601.0)])),
+    ("TierdColdStalled", status(queues=[QueueReport(tier="cold", checkpoints=1, last_copy_age_s=3601.0)])),
+    ("TierdColdTooSlow", status(queues=[SLOW])),
+    ("TierdRunEnded", of_run(state="lost", ended_age_s=9.0)),
+    ("TierdRunSilent", of_run(pause=Pause(31.0, 30.0))),
+    ("TierdNoNewCheckpoint", of_run(tiers={"hot": newest(5, 4 * 3600 + 1.0)})),
+    ("TierdNewerGeneration", of_run(newer_generation=2)),
+    ("TierdUnhealthy", of_run(unhealthy_steps=[6], tiers={"hot": newest(5)})),
+    ("TierdCommitStalled", of_nodes(awaited={"cold": PART})),
+    ("TierdDown", of_nodes(roster=[node(problem="connection refused")])),
+    ("TierdPeerBehind", of_nodes(roster=[node(copy_lag_s=901.0)])),
+]  # fmt: skip
+RIGHT = [
+    status(),
+    status(queues=[QueueReport(tier="hot", checkpoints=1, oldest_age_s=10.0), QueueReport(tier="cold", checkpoints=1)]),
+    status(halted=["tier_unreachable: the tier itself says it"]),
+    failed("wire", "full", at="2025-01-01T11:40:00+00:00"),
+    failed("stage", "full"),  # memory that could not be page-locked
+    of_run(pause=Pause(29.0, 30.0), tiers={"hot": newest(5)}, unhealthy_steps=[4]),
+    of_run(state="finished", tiers={"hot": newest(5, 1e6)}),
+    of_run(state="lost", ended_age_s=25 * 3600.0),
+    of_nodes(roster=[node()], awaited={}),
+]
+
+
+@pytest.mark.parametrize(("alert", "wrong"), WRONG, ids=[f"{alert}-{at}" for at, (alert, _) in enumerate(WRONG)])
+def test_what_is_wrong_is_named_with_its_alert_its_section_and_a_command(alert: str, wrong: StatusReport) -> None:
+    named = {alarm.alert: alarm for alarm in alarms(wrong, NOW)}
+    assert alert in named
+    of_alert = next(rule for rule in rules() if rule["alert"] == alert)
+    assert named[alert].severity == of_alert["labels"]["severity"]
+    assert named[alert].command
+    assert named[alert].message
+
+
+@pytest.mark.parametrize("right", RIGHT)
+def test_nothing_is_named_when_nothing_is_wrong(right: StatusReport) -> None:
+    assert alarms(right, NOW) == []
+
+
+def test_a_daemon_that_is_stopped_is_continued_and_not_started_again() -> None:
+    (alarm,) = alarms(status(pid=None, holder=HolderReport(pid=7, state="T")), NOW)
+    assert (alarm.severity, alarm.command) == (Severity.CRITICAL, "kill -CONT 7")
+
+
+def test_critical_alarms_come_first() -> None:
+    wrong = status(lost=[LostReplica(run="gpt", step=1, generation=1, tier="cold")], halted=["unreadable_manifest: x"])
+    assert [alarm.severity for alarm in alarms(wrong, NOW)] == [Severity.CRITICAL, Severity.WARNING]

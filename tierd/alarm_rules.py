@@ -1,0 +1,203 @@
+"""What is wrong now, from a status report: a pure function. `tierd status`, its --check and the page show it.
+
+Each rule has the name and severity of an alert in grafana/alerts.yml. An alert waits, so that nobody is woken in vain;
+here the same condition is named as soon as it is seen.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from datetime import datetime
+
+from msgspec import UNSET
+
+from tierd.alarm import Alarm, Severity
+from tierd.format.node_file import ranks_text
+from tierd.format.text import duration, size
+from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
+from tierd.report import FailureReport, QueueReport, RunReport, StatusReport, TierReport, age_s
+
+CRITICAL, WARNING = Severity.CRITICAL, Severity.WARNING
+
+RECENT_S = 600.0  # a failure is named for so long after its last repetition
+GIVEN_UP_RECENT_S = 3600.0
+NOT_DURABLE_S = 300.0  # as of the alert; sooner where persisting fails or is slower than usual
+PERSIST_SLOW_S = 45.0
+NO_CHECKPOINT_S = 4 * 3600.0
+COLD_LATE_S = 3600.0
+COMMIT_STALLED_S = 1800.0
+PEER_LATE_S = 900.0
+_PASSING = ("transient", "tier_unreachable")
+ROOM_CHECKPOINTS = 2  # hot needs room for as many more
+
+_HALTS = {  # by the reason: the alert, and the runbook's section
+    "unreadable_manifest": ("TierdHalted", WARNING, "unreadable-manifest"),
+    "damaged_replica": ("TierdDamagedReplica", CRITICAL, "damaged-replica"),
+    "shared_generation": ("TierdHalted", WARNING, "shared-generation"),
+}
+_STATES = {
+    "T": "it is stopped, by SIGSTOP or a debugger",
+    "t": "it is stopped by a debugger",
+    "D": "it waits for a disk",
+}
+_FAILURES = {  # by the stage or the kind: the alert, its severity, the runbook's section, and the command
+    "loop": ("TierdLoopStuck", WARNING, "loop-stuck", "dmesg | tail"),
+    "drill": ("TierdDrillFailed", WARNING, "restore-drill", "tierd drill"),
+    "full": ("TierdDiskFull", CRITICAL, "disk-full", "df -h"),
+    "given_up": ("TierdCopiesGivenUp", CRITICAL, "copies-given-up", "tierd lifecycle --explain"),
+    "corrupt": ("TierdVerifyFailed", CRITICAL, "corrupt-chunk", "tierd verify --deep"),
+    "stale": ("TierdFenced", WARNING, "fenced", "tierd log --audit --since 1h"),
+    "bug": ("TierdBug", WARNING, "bug", "tierd version"),
+}
+
+
+def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
+    """Critical ones first."""
+    recent = [each for each in status.failures if (age_s(each.at, now) or 0.0) < RECENT_S]
+    found = [
+        *_of_daemon(status),
+        *_of_failures(status, recent),
+        *_of_hot(status, recent),
+        *(alarm for tier in status.tiers for alarm in _of_tier(tier)),
+        *(alarm for queue in status.queues for alarm in _of_queue(queue, recent)),
+        *_of_halts(status),
+        *(alarm for run in status.runs for alarm in _of_run(run)),
+    ]
+    return sorted(found, key=lambda alarm: alarm.severity is not CRITICAL)
+
+
+def _alarm(alert: str, severity: Severity, message: str, runbook: str, command: str) -> Alarm:
+    return Alarm(alert=alert, severity=severity, message=message, runbook=runbook, command=command)
+
+
+def _of_daemon(status: StatusReport) -> Iterator[Alarm]:
+    holder = status.holder
+    if status.pid is None and holder is not None:
+        state = _STATES.get(holder.state, f"its state is {holder.state}")
+        what = f"the daemon, pid {holder.pid}, holds the lock of hot and does not answer: {state}"
+        command = f"kill -CONT {holder.pid}" if holder.is_stopped else f"ps -o pid,stat,wchan,etime -p {holder.pid}"
+        yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", command)
+    elif status.pid is None:
+        what = "no daemon runs here: no snapshots are taken"
+        yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", "tierd serve")
+
+
+def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm]:
+    seen: set[str] = set()
+    for failure in recent:
+        alert, severity, runbook, command = _FAILURES.get(failure.stage) or _FAILURES.get(failure.kind) or ("",) * 4
+        is_pinning = failure.kind == "full" and failure.stage == "stage"  # memory could not be page-locked
+        if alert and not is_pinning and alert not in seen:
+            seen.add(alert)
+            yield _alarm(alert, Severity(severity), f"{failure.stage}: {failure.message}", runbook, command)
+    for lost in status.lost:
+        what = f"LOST: {lost.id} disappeared from {lost.tier}, and tierd has not deleted it"
+        yield _alarm("TierdCheckpointsLost", CRITICAL, what, "checkpoints-lost", f"tierd ls --run {lost.run}")
+    for sentence in status.foreign:
+        command = "tierd log --audit --since 24h"
+        yield _alarm("TierdForeignCheckpoints", CRITICAL, f"FOREIGN: {sentence}", "foreign-checkpoints", command)
+
+
+def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm]:
+    hot = next((tier for tier in status.tiers if tier.name == "hot"), None)
+    queue = next((each for each in status.queues if each.tier == "hot"), None)
+    if hot is None:
+        return
+    path = shlex.quote(hot.url.removeprefix("file://"))
+    if queue is not None and queue.oldest_age_s > 0:
+        usual_s = status.costs.persist.mean_s if status.costs.persist is not None else 0.0
+        fails = any(failure.stage == "persist" for failure in recent)
+        limit_s = 0.0 if fails else min(NOT_DURABLE_S, max(PERSIST_SLOW_S, 3 * usual_s))
+        if queue.oldest_age_s > limit_s:
+            what = f"nothing sealed in the last {duration(queue.oldest_age_s)} is durable: it is in memory only"
+            yield _alarm("TierdNotDurable", CRITICAL, what, "not-durable", f"df -h {path}; dmesg | tail")
+    if hot.free_bytes is not None and hot.used_bytes and hot.checkpoints:
+        each_bytes = hot.used_bytes / hot.checkpoints
+        if hot.free_bytes < ROOM_CHECKPOINTS * each_bytes:
+            what = f"hot has {size(hot.free_bytes)} free; a checkpoint is {size(each_bytes)}, and two must fit"
+            yield _alarm("TierdDiskAlmostFull", WARNING, what, "disk-full", "tierd lifecycle --explain")
+
+
+def _of_tier(tier: TierReport) -> Iterator[Alarm]:
+    if tier.error and not tier.is_known:
+        what = f"{tier.name} is NOT REACHABLE, so deletion is halted: {tier.error}"
+        if tier.name == "hot" or not tier.url.startswith("s3://"):
+            yield _alarm("TierdHalted", WARNING, what, "tier-unreachable", f"tierd doctor --tier {tier.name}")
+        else:
+            yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", f"tierd doctor --tier {tier.name}")
+
+
+def _of_queue(queue: QueueReport, recent: list[FailureReport]) -> Iterator[Alarm]:
+    if queue.tier == "hot":
+        return
+    replaced_s = queue.given_up_age_s.get("replaced")
+    if replaced_s is not None and replaced_s < GIVEN_UP_RECENT_S:
+        takes = "" if queue.copy_s is None else f"; a copy takes {duration(queue.copy_s)}"
+        what = f"{queue.tier} DOES NOT KEEP UP: {queue.given_up['replaced']} checkpoints were replaced before a copy"
+        yield _alarm("TierdColdTooSlow", WARNING, what + takes, "cold-too-slow", "tierd status --json")
+    if not queue.checkpoints:
+        return
+    if fails := [each for each in recent if each.stage == "replicate" and each.kind in _PASSING]:
+        what = f"copies to {queue.tier} fail: {fails[0].message}"
+        command = f"tierd doctor --tier {queue.tier}"
+        yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", command)
+    waiting = f"{queue.checkpoints} wait for {queue.tier}"
+    command = f"tierd doctor --tier {queue.tier}"
+    if queue.oldest_age_s > COLD_LATE_S:
+        what = f"{waiting}, the oldest for {duration(queue.oldest_age_s)}"
+        yield _alarm("TierdColdBehind", WARNING, what, "cold-behind", command)
+    elif queue.last_copy_age_s is not None and queue.last_copy_age_s > COLD_LATE_S:
+        what = f"{waiting}, and none has arrived for {duration(queue.last_copy_age_s)}"
+        yield _alarm("TierdColdStalled", WARNING, what, "cold-behind", command)
+
+
+def _of_halts(status: StatusReport) -> Iterator[Alarm]:
+    for sentence in status.halted:
+        reason, _, _ = sentence.partition(": ")
+        if reason != "tier_unreachable":  # the tier says it
+            alert, severity, runbook = _HALTS[reason]
+            yield _alarm(alert, severity, f"DELETION HALTED: {sentence}", runbook, "tierd verify --deep")
+
+
+def _of_run(run: RunReport) -> Iterator[Alarm]:
+    name = run.run
+    newest = [newest for newest in run.tiers.values() if newest is not None]
+    if run.state in ENDED_BADLY and (run.ended_age_s or 0.0) < ENDED_RECENT_S:
+        reason = f": {run.reason}" if run.reason else ""
+        what = f"{name} does not train: its trainers are {run.state}{reason}"
+        yield _alarm("TierdRunEnded", WARNING, what, "run-ended", f"tierd ls --run {name}")
+    if run.pause is not None and run.pause.is_too_long:
+        what = f"{name} is silent: its trainers are attached and gave no sign for {duration(run.pause.seconds)}"
+        yield _alarm("TierdRunSilent", WARNING, what, "run-silent", "py-spy dump --pid PID")
+    hot = run.tiers.get("hot")
+    if run.state == "running" and hot is not None and hot.age_s is not None and hot.age_s > NO_CHECKPOINT_S:
+        what = f"{name} trains and has committed nothing for {duration(hot.age_s)}"
+        yield _alarm("TierdNoNewCheckpoint", WARNING, what, "no-new-checkpoint", f"tierd snapshot --run {name}")
+    if run.newer_generation is not None:
+        what = f"{name} trains here as generation {run.generation}, and {run.newer_generation} was begun elsewhere"
+        yield _alarm("TierdNewerGeneration", CRITICAL, what, "newer-generation", f"tierd log --audit --run {name}")
+    if run.unhealthy_steps and run.unhealthy_steps[-1] > max((each.step for each in newest), default=-1):
+        what = f"{name} has numbers that are not finite since step {run.unhealthy_steps[-1]} or before"
+        yield _alarm("TierdUnhealthy", CRITICAL, what, "unhealthy-checkpoint", f"tierd stop --run {name}")
+    if run.nodes is not UNSET:
+        yield from _of_nodes(run)
+
+
+def _of_nodes(run: RunReport) -> Iterator[Alarm]:
+    nodes = run.nodes
+    assert nodes is not UNSET
+    for tier, awaited in nodes.awaited.items():
+        if awaited.age_s is not None and awaited.age_s > COMMIT_STALLED_S:
+            missing = f"step {awaited.step} waits for the parts of ranks {ranks_text(awaited.ranks)}"
+            what = f"{run.run} commits nothing in {tier}: {missing}"
+            yield _alarm("TierdCommitStalled", WARNING, what, "commit-stalled", "tierd status")
+    roster = nodes.roster or []
+    if (silent := [node for node in roster if node.problem]) and run.state in ("running", "lost", "failed"):
+        ranks = ranks_text(sorted(rank for node in silent for rank in node.ranks))
+        what = f"{len(silent)} of {len(roster)} nodes of {run.run} do not answer (ranks {ranks}): {silent[0].problem}"
+        yield _alarm("TierdDown", CRITICAL, what, "node-lost", "tierd status")
+    lag_s = max((node.copy_lag_s for node in roster if node.copy_lag_s is not None), default=0.0)
+    if lag_s > PEER_LATE_S:
+        what = f"a node of {run.run} has had no copy of its partner's part for {duration(lag_s)}"
+        yield _alarm("TierdPeerBehind", WARNING, what, "peers", "tierd doctor")
