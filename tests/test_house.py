@@ -455,6 +455,9 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/status.py": "cli/test_ls.py",
     "tierd/config_reload.py": "e2e/test_cold_settings.py",
     "tierd/workers/drain.py": "test_daemon.py",
+    "tierd/lifecycle_report.py": "cli/test_verbs.py",
+    "tierd/memory/run_memory.py": "memory/test_tier.py",
+    "tierd/api/queue_reports.py": "api/test_operator.py",
 }
 """Modules without a test file at the mirrored path that no test imports: the test file that exercises each."""
 

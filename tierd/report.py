@@ -15,16 +15,14 @@ from msgspec import UNSET, UnsetType
 from tierd.alarm import Alarm
 from tierd.catalog import Catalog
 from tierd.catalog_entry import sum_up_foreign
-from tierd.config import Config
-from tierd.decisions import decisions, forecasts
 from tierd.errors import TierdError
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.layout import parse_key
 from tierd.format.node_file import NodeFile, ranks_text
-from tierd.lifecycle.forecast import Forecast
-from tierd.lifecycle.policy import HOT, Action
+from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
 from tierd.memory.progress import Pause
+from tierd.metrics import Metrics
 from tierd.tiers.tier import Tier
 from tierd.work_at_risk import PEER, RiskReport, Source
 
@@ -271,22 +269,6 @@ class StatusReport(msgspec.Struct, kw_only=True):
     alarms: list[Alarm] = []
 
 
-class PlannedAction(msgspec.Struct, kw_only=True):
-    """What becomes of one checkpoint in one tier. `action`: keep, replicate, wait, evict or expire."""
-
-    run: str
-    step: int
-    generation: int
-    tier: str
-    action: str
-    reason: str
-
-
-class LifecycleReport(msgspec.Struct, kw_only=True):
-    planned: list[PlannedAction]
-    forecast: list[Forecast]
-
-
 def newest_report(checkpoint: CheckpointId, created_at: str, now: datetime) -> NewestCheckpoint:
     age = age_s(created_at, now)
     return NewestCheckpoint(
@@ -406,20 +388,15 @@ def tier_report(
     )
 
 
-def lifecycle_report(
-    catalog: Catalog, config: Config, run: Run | None = None, *, is_explained: bool = False
-) -> LifecycleReport:
-    """What the lifecycle would do now; `is_explained`: also what it keeps, and why."""
-    planned = [
-        PlannedAction(
-            **msgspec.to_builtins(decision.checkpoint),
-            tier=decision.tier,
-            action=decision.action.value,
-            reason=decision.reason,
-        )
-        for decision in decisions(catalog, config)
-        if run in (None, decision.checkpoint.run) and (is_explained or decision.action is not Action.KEEP)
-    ]
-    return LifecycleReport(
-        planned=planned, forecast=[one for one in forecasts(catalog, config) if run in (None, one.run)]
+def costs_report(metrics: Metrics) -> CostsReport:
+    """Means of what this daemon has measured."""
+
+    def by_tier(means: Mapping[str, tuple[float, int]]) -> dict[str, CostReport]:
+        return {tier: CostReport(mean_s=mean_s, count=count) for tier, (mean_s, count) in means.items()}
+
+    return CostsReport(
+        stall=by_tier(metrics.mean_s(metrics.snapshot_stall_seconds)).get(""),
+        persist=by_tier(metrics.mean_s(metrics.persist_seconds)).get(""),
+        replicate=by_tier(metrics.mean_s(metrics.replicate_seconds)),
+        restore=by_tier(metrics.mean_s(metrics.restore_seconds)),
     )

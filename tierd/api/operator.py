@@ -20,40 +20,39 @@ from msgspec import UNSET
 
 import tierd
 from tierd.alarm_rules import alarms
+from tierd.api.queue_reports import queue_reports
 from tierd.api.status_page import render
 from tierd.catalog_entry import Entry
 from tierd.checkpoint_report import checkpoint_report, checkpoint_rows, read_diagnosis
 from tierd.context import DaemonContext
-from tierd.decisions import halted, to_reap, waiting
+from tierd.decisions import halted, to_reap
 from tierd.format.ids import Run, is_run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.format.text import printable, printable_json
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
+from tierd.lifecycle_report import lifecycle_report
 from tierd.memory.outcomes import ENDED_RECENT_S
 from tierd.memory.progress import Pause
 from tierd.memory.slot import SlotState
-from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX, Metrics
+from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX
 from tierd.report import (
     LOOK_S,
     CadenceReport,
-    CostReport,
-    CostsReport,
     FailureReport,
     LostReplica,
     NewestPart,
     NodesReport,
     PartnerReport,
-    QueueReport,
     RunReport,
     StatusReport,
     age_s,
     awaited_report,
+    costs_report,
     everywhere_report,
     foreign_sentences,
     free_bytes,
-    lifecycle_report,
     newest_part_report,
     newest_report,
     run_report,
@@ -141,10 +140,10 @@ class Operator:
                 )
                 for (name, tier), tier_free_bytes in zip(self._context.tiers.items(), free, strict=True)
             ],
-            queues=self._queues(),
+            queues=queue_reports(self._context),
             watches=[watcher.report() for watcher in self._watchers],
             slots={state.value: slot_counts[state] for state in SlotState},
-            costs=_costs(self._context.metrics),
+            costs=costs_report(self._context.metrics),
             failures=msgspec.convert(self._context.incidents.recent(), list[FailureReport]),
         )
 
@@ -237,27 +236,6 @@ class Operator:
             else one.manifest or one.make_manifest(sequence=self._catalog.sequence_max(one.id.run) + 1)
             for one in self._memory.complete()
         ]
-
-    def _queues(self) -> list[QueueReport]:
-        ages = [time.monotonic() - one.sealed_at_s for one in self._memory.pending()]
-        queues = [_queue(HOT, ages)]
-        since_s = min(map(self._memory.unsaved_since_s, self._memory.runs()), default=math.inf)
-        queues[0].oldest_age_s = round(max(0.0, self._context.monotonic_s() - since_s), 1)
-        for tier, checkpoints in waiting(self._catalog, self._context.config).items():
-            entries = [entry for checkpoint in checkpoints if (entry := self._catalog.get(checkpoint))]
-            queue = _queue(tier, [age_s(entry.manifest.created_at, self._now()) for entry in entries])
-            record, copying = self._context.copies[tier], self._catalog.copying(tier)
-            queue.copying = str(copying) if copying else None
-            queue.copy_s = record.copy_s
-            if record.committed_at_s is not None:
-                queue.last_copy_age_s = round(max(0.0, self._now().timestamp() - record.committed_at_s), 1)
-            queue.given_up = {str(reason): count for reason, count in record.given_up.items()}
-            queue.given_up_age_s = {
-                str(reason): round(max(0.0, self._now().timestamp() - at_s), 1)
-                for reason, at_s in record.given_up_at_s.items()
-            }
-            queues.append(queue)
-        return queues
 
     async def refresh_gauges(self) -> None:
         """Set every gauge from the current status."""
@@ -404,23 +382,6 @@ class Operator:
 
     async def _page(self, _: web.Request) -> web.Response:
         return web.Response(text=render(await self.status()), content_type="text/html")
-
-
-def _costs(metrics: Metrics) -> CostsReport:
-    def by_tier(means: Mapping[str, tuple[float, int]]) -> dict[str, CostReport]:
-        return {tier: CostReport(mean_s=mean_s, count=count) for tier, (mean_s, count) in means.items()}
-
-    return CostsReport(
-        stall=by_tier(metrics.mean_s(metrics.snapshot_stall_seconds)).get(""),
-        persist=by_tier(metrics.mean_s(metrics.persist_seconds)).get(""),
-        replicate=by_tier(metrics.mean_s(metrics.replicate_seconds)),
-        restore=by_tier(metrics.mean_s(metrics.restore_seconds)),
-    )
-
-
-def _queue(tier: str, ages_s: Sequence[float | None]) -> QueueReport:
-    oldest_s = max((age for age in ages_s if age is not None), default=0.0)
-    return QueueReport(tier=tier, checkpoints=len(ages_s), oldest_age_s=round(oldest_s, 1))
 
 
 def _json(content: object, status: int = 200) -> web.Response:

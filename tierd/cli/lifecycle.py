@@ -17,7 +17,7 @@ from tierd.decisions import halted
 from tierd.format.ids import check_run
 from tierd.lifecycle.forecast import GIB, Forecast
 from tierd.lifecycle.policy import HOT
-from tierd.report import lifecycle_report
+from tierd.lifecycle_report import lifecycle_report
 
 
 async def lifecycle(

@@ -9,10 +9,8 @@ no file, no clock.
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
 
 from tierd.errors import BadRequest, Stale, TierdError, Transient
 from tierd.format import layout
@@ -21,80 +19,16 @@ from tierd.format.node_messages import NodeRanks
 from tierd.format.wire import SLOTS_MAX, Sealed
 from tierd.memory.outcomes import RunOutcomes
 from tierd.memory.progress import RunProgress
+from tierd.memory.run_memory import RunMemory
 from tierd.memory.slot import MappedSlot, SlotEvent, SlotState, snapshot_entry
 from tierd.memory.snapshot_set import Snapshot, SnapshotSet
-
-
-@dataclass(slots=True)
-class _RunMemory:
-    generation: Generation
-    world_size: int
-    node: NodeRanks | None = None
-    slots: dict[Rank, dict[int, MappedSlot]] = field(default_factory=dict)
-    sets: dict[CheckpointId, SnapshotSet] = field(default_factory=dict)
-    present: set[Rank] = field(default_factory=set)
-    departed_s: float = 0.0  # monotonic time when a rank last left
-    given_up: deque[CheckpointId] = field(default_factory=lambda: deque(maxlen=SLOTS_MAX))
-    lost_since_s: float = math.inf  # when the first set was complete that is lost, and no newer one was persisted
-
-    @property
-    def ranks(self) -> Collection[int]:
-        """The ranks of the run on this node."""
-        return range(self.world_size) if self.node is None else self.node.ranks
-
-    @property
-    def is_idle(self) -> bool:
-        """No rank is connected, and there is nothing left to persist."""
-        return not self.present and not any(each.is_pending for each in self.sets.values())
-
-    @property
-    def unsaved_since_s(self) -> float:
-        """When the first set was complete since the newest one that was persisted; infinite if that is the newest."""
-        persisted = [each.sealed_at_s for each in self.sets.values() if each.is_in(SlotState.RETAINED)]
-        unsaved = [each.sealed_at_s for each in self.sets.values() if each.is_pending]
-        unsaved += [self.lost_since_s] if self.present or unsaved else []  # else nobody can save it any more
-        return min((at_s for at_s in unsaved if at_s > max(persisted, default=-math.inf)), default=math.inf)
-
-    def discard(self, snapshot_set: SnapshotSet, event: SlotEvent) -> None:
-        """Remove a set, and close those of its slots that their rank no longer uses."""
-        del self.sets[snapshot_set.id]
-        if snapshot_set.is_in(SlotState.RETAINED) and snapshot_set.sealed_at_s >= self.lost_since_s:
-            self.lost_since_s = math.inf
-        elif snapshot_set.is_pending:
-            self.lost_since_s = min(self.lost_since_s, snapshot_set.sealed_at_s)
-        for snapshot in snapshot_set.snapshots.values():
-            snapshot.slot.move(event)
-            attached = self.slots.get(snapshot.rank, {})
-            if attached.get(snapshot.index) is not snapshot.slot:
-                snapshot.slot.close()  # the rank has detached or replaced it
-            elif snapshot.rank not in self.ranks:
-                attached.pop(snapshot.index).close()  # the run no longer has this rank
-
-    def is_staging(self) -> bool:
-        """Whether a rank that is connected fills a slot, or all ranks that an incomplete set lacks are connected."""
-        slots = [slot for rank in self.present for slot in self.slots.get(rank, {}).values()]
-        open_sets = [
-            each for each in self.sets.values() if each.id.generation == self.generation and not each.is_complete
-        ]
-        return any(slot.state is SlotState.FILLING for slot in slots) or any(
-            set(each.ranks) <= each.snapshots.keys() | self.present for each in open_sets
-        )
-
-    def detach(self, rank: Rank) -> None:
-        for slot in self.slots.pop(rank, {}).values():
-            self.close_if_empty(slot)
-
-    def close_if_empty(self, slot: MappedSlot) -> None:
-        """Close a detached slot, unless it holds a snapshot; then `discard` closes it."""
-        if not any(snapshot.slot is slot for each in self.sets.values() for snapshot in each.snapshots.values()):
-            slot.close()
 
 
 class MemoryTier:
     def __init__(self, *, algorithm: str = "") -> None:
         """`algorithm`: of the digests of chunks that signed manifests hold; empty: none."""
         self.algorithm = algorithm
-        self._runs: dict[Run, _RunMemory] = {}
+        self._runs: dict[Run, RunMemory] = {}
         self.outcomes = RunOutcomes()
         self.progress = RunProgress()
 
@@ -105,7 +39,7 @@ class MemoryTier:
     ) -> None:
         """A rank of this generation has connected. `node`: of a run over several nodes. Raises Stale when the run has
         a newer generation, BadRequest when its other ranks say something else about the run."""
-        memory = self._runs.setdefault(run, _RunMemory(generation, world_size, node))
+        memory = self._runs.setdefault(run, RunMemory(generation, world_size, node))
         if generation < memory.generation:
             raise Stale.by(memory.generation, f"join run {run}", generation)
         if generation > memory.generation:
@@ -401,9 +335,9 @@ class MemoryTier:
             slot.state for memory in self._runs.values() for slots in memory.slots.values() for slot in slots.values()
         )
 
-    def _get(self, run: Run) -> _RunMemory:
+    def _get(self, run: Run) -> RunMemory:
         """The memory of a run, or an empty one to read from."""
-        return self._runs.get(run) or _RunMemory(Generation(0), world_size=0)
+        return self._runs.get(run) or RunMemory(Generation(0), world_size=0)
 
     def _slot(self, run: Run, generation: Generation, rank: Rank, index: int) -> MappedSlot:
         memory = self._current(run, generation, f"use slot {index} of {run}")
@@ -412,7 +346,7 @@ class MemoryTier:
             raise BadRequest(f"use slot {index} of {run} rank {rank}: the rank has not attached it")
         return slot
 
-    def _current(self, run: Run, generation: Generation, action: str) -> _RunMemory:
+    def _current(self, run: Run, generation: Generation, action: str) -> RunMemory:
         memory = self._runs.get(run)
         if memory is None:  # a newer generation has fenced this one, and has ended since
             raise Stale(f"{action} as generation {generation}: no trainer of this generation is connected")

@@ -1,0 +1,40 @@
+"""What waits to become durable or to be copied, for how long, and how fast each copy is."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from tierd.context import DaemonContext
+from tierd.decisions import waiting
+from tierd.lifecycle.policy import HOT
+from tierd.report import QueueReport, age_s
+
+
+def queue_reports(context: DaemonContext) -> list[QueueReport]:
+    """For hot: the snapshots that are not durable yet; for each cold tier: the checkpoints that it should have."""
+    memory, catalog, now = context.memory, context.catalog, context.now()
+    ages = [time.monotonic() - one.sealed_at_s for one in memory.pending()]
+    queues = [_queue(HOT, ages)]
+    since_s = min(map(memory.unsaved_since_s, memory.runs()), default=math.inf)
+    queues[0].oldest_age_s = round(max(0.0, context.monotonic_s() - since_s), 1)
+    for tier, checkpoints in waiting(catalog, context.config).items():
+        entries = [entry for checkpoint in checkpoints if (entry := catalog.get(checkpoint))]
+        queue = _queue(tier, [age_s(entry.manifest.created_at, now) for entry in entries])
+        record, copying = context.copies[tier], catalog.copying(tier)
+        queue.copying = str(copying) if copying else None
+        queue.copy_s = record.copy_s
+        if record.committed_at_s is not None:
+            queue.last_copy_age_s = round(max(0.0, now.timestamp() - record.committed_at_s), 1)
+        queue.given_up = {str(reason): count for reason, count in record.given_up.items()}
+        queue.given_up_age_s = {
+            str(reason): round(max(0.0, now.timestamp() - at_s), 1) for reason, at_s in record.given_up_at_s.items()
+        }
+        queues.append(queue)
+    return queues
+
+
+def _queue(tier: str, ages_s: Sequence[float | None]) -> QueueReport:
+    oldest_s = max((age for age in ages_s if age is not None), default=0.0)
+    return QueueReport(tier=tier, checkpoints=len(ages_s), oldest_age_s=round(oldest_s, 1))

@@ -1,0 +1,47 @@
+"""What `tierd lifecycle` prints: what the policy would do with each checkpoint now, and a forecast."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tierd.catalog import Catalog
+from tierd.config import Config
+from tierd.decisions import decisions, forecasts
+from tierd.format.ids import Run
+from tierd.lifecycle.forecast import Forecast
+from tierd.lifecycle.policy import Action
+
+
+class PlannedAction(msgspec.Struct, kw_only=True):
+    """What becomes of one checkpoint in one tier. `action`: keep, replicate, wait, evict or expire."""
+
+    run: str
+    step: int
+    generation: int
+    tier: str
+    action: str
+    reason: str
+
+
+class LifecycleReport(msgspec.Struct, kw_only=True):
+    planned: list[PlannedAction]
+    forecast: list[Forecast]
+
+
+def lifecycle_report(
+    catalog: Catalog, config: Config, run: Run | None = None, *, is_explained: bool = False
+) -> LifecycleReport:
+    """What the lifecycle would do now; `is_explained`: also what it keeps, and why."""
+    planned = [
+        PlannedAction(
+            **msgspec.to_builtins(decision.checkpoint),
+            tier=decision.tier,
+            action=decision.action.value,
+            reason=decision.reason,
+        )
+        for decision in decisions(catalog, config)
+        if run in (None, decision.checkpoint.run) and (is_explained or decision.action is not Action.KEEP)
+    ]
+    return LifecycleReport(
+        planned=planned, forecast=[one for one in forecasts(catalog, config) if run in (None, one.run)]
+    )
