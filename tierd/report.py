@@ -389,8 +389,6 @@ def tier_report(
 
 
 def costs_report(metrics: Metrics) -> CostsReport:
-    """Means of what this daemon has measured."""
-
     def by_tier(means: Mapping[str, tuple[float, int]]) -> dict[str, CostReport]:
         return {tier: CostReport(mean_s=mean_s, count=count) for tier, (mean_s, count) in means.items()}
 
