@@ -1,5 +1,6 @@
-"""One thing that is wrong now, as `tierd status` names it, with the alert of the same name, the section of the runbook,
-and the command to type next."""
+"""One thing that is wrong now, as `tierd status` names it.
+
+It has the name of the alert, the section of the runbook, and the command to type next."""
 
 from __future__ import annotations
 

@@ -163,7 +163,8 @@ class DaemonContext:
         """What the trainers are told of a checkpoint in hot: of a part also the verdict on it, if there is one yet."""
         entry, snapshot_set = self.catalog.get(checkpoint), self.memory.find(checkpoint)
         is_healthy: bool | None = True
-        if entry is not None and entry.part is not None and self.config.health.examine:
+        part = entry.part if entry is not None else None
+        if entry is not None and part is not None and (self.config.health.examine or part.is_reported_unhealthy):
             is_healthy = entry.examined
             if is_healthy is None and snapshot_set is not None and snapshot_set.diagnosis is not None:
                 is_healthy = snapshot_set.diagnosis.healthy

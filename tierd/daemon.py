@@ -371,7 +371,10 @@ class _Daemon:
 
     async def _judge(self, checkpoint: CheckpointId) -> bool | None:
         health = self._config.health
-        return await self._examiner.is_healthy(checkpoint, health.restore_wait_s) if health.examine else None
+        if health.examine:
+            return await self._examiner.is_healthy(checkpoint, health.restore_wait_s)
+        snapshot_set = self._memory.find(checkpoint)
+        return False if snapshot_set is not None and snapshot_set.is_reported_unhealthy else None
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> object:
         task = self._group.create_task(coroutine)

@@ -257,6 +257,7 @@ def test_large_tensor_of_another_node_sends_all_ranks_to_cold(tmp_path: Path) ->
             assert together(trainers, "digest") == digests
 
 
+@pytest.mark.usefixtures("checkpoints_examined")
 def test_named_step_is_restored_from_the_nodes(tmp_path: Path) -> None:
     with nodes(tmp_path) as daemons:
         hold_cold(daemons[1])

@@ -14,6 +14,7 @@ from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId
 from tierd.format.signature import parse_keys
 from tierd.lifecycle.selection import CheckpointQuery, select
+from tierd.selectable import selectable_replicas
 from tierd.workers.reaper import Reaper
 
 KEYRING = parse_keys("hmac-sha256:" + "01" * 32, where="test")
@@ -77,4 +78,4 @@ async def test_a_deleted_verdict_makes_a_checkpoint_the_newest_only_where_no_oth
     for name, newest in (("cold", 100), ("dr", 100), ("hot", 200)):
         (rooms.folder(name, unhealthy) / "unhealthy.json").unlink()
         await rooms.list_tiers()
-        assert select(CheckpointQuery(run=RUN), rooms.catalog.inventory()).candidate.id.step == newest, name
+        assert select(CheckpointQuery(run=RUN), selectable_replicas(rooms.catalog)).candidate.id.step == newest, name

@@ -21,6 +21,7 @@ from tierd.context import Partner
 from tierd.descriptors import close_all
 from tierd.errors import Corrupt, Foreign, PeerUnreachable, TierdError, Transient
 from tierd.format import wire
+from tierd.format.bitmap import pack_indexes
 from tierd.format.ids import CheckpointId, Generation, Run, checkpoint_id
 from tierd.format.manifest import FileEntry
 from tierd.format.node_file import NodeFile
@@ -67,7 +68,7 @@ class Victim:
             peer=node.peer,
             node_file=NODE_FILE,
             files=[SHARD],
-            chunks=[wire.pack_indexes(wanted)],
+            chunks=[pack_indexes(wanted)],
         )
         asked = msgspec.structs.replace(asked, **fields)
         descriptors = await self.restorer.peer_fetcher.bring(RUN, asked, lambda done, total: None)

@@ -151,7 +151,7 @@ async def test_checkpoints_of_another_bucket_or_of_a_former_run_of_that_name_are
     put_back(rooms, old, tmp_path / "copies")
     shutil.rmtree(tmp_path / "hot" / RUN)
     await rooms.list_tiers()
-    assert select(CheckpointQuery(run=RUN), rooms.catalog.inventory()).candidate.id == old
+    assert select(CheckpointQuery(run=RUN), selectable_replicas(rooms.catalog)).candidate.id == old
 
 
 @pytest.mark.parametrize(("age_s", "is_fenced"), [(30 * DAY_S, False), (DAY_S, True), (-30 * DAY_S, True)])

@@ -147,7 +147,7 @@ async def test_what_another_daemon_expires_during_a_listing_is_not_lost(rooms: R
     store = rooms.cold["cold"].store
     real_list = store.list
 
-    async def list_over_a_long_time(prefix: str = "") -> list[StoredObject]:
+    async def list_over_a_long_time(prefix: str = "", **options: str) -> list[StoredObject]:
         store.list = real_list  # type: ignore[method-assign]
         stored = await real_list(prefix)
         await rooms.commit("cold", step=400, sequence=14)
@@ -207,7 +207,7 @@ async def test_listing_that_lacks_what_is_there_changes_nothing(rooms: Rooms) ->
     store = rooms.cold["cold"].store
     real_list = store.list
 
-    async def list_late(prefix: str = "") -> list[StoredObject]:
+    async def list_late(prefix: str = "", **options: str) -> list[StoredObject]:
         return [stored for stored in await real_list(prefix) if prefix or id_of(300).name not in stored.key]
 
     store.list = list_late  # type: ignore[method-assign]
@@ -228,7 +228,7 @@ async def test_disk_that_is_unmounted_during_a_listing_loses_nothing(rooms: Room
     real_list = store.list
     root = rooms.folder("cold", id_of(300)).parents[1]
 
-    async def unmount_in_between(prefix: str = "") -> list[StoredObject]:
+    async def unmount_in_between(prefix: str = "", **options: str) -> list[StoredObject]:
         stored = await real_list(prefix)
         if prefix:
             return stored
@@ -270,7 +270,7 @@ async def test_look_waits_for_a_listing_that_began_after_it(rooms: Rooms) -> Non
     store = rooms.cold["cold"].store
     real_list, has_read, may_end = store.list, asyncio.Event(), asyncio.Event()
 
-    async def list_slowly(prefix: str = "") -> list[StoredObject]:
+    async def list_slowly(prefix: str = "", **options: str) -> list[StoredObject]:
         stored = await real_list(prefix)
         has_read.set()
         await may_end.wait()
@@ -297,7 +297,7 @@ async def test_look_waits_for_a_listing_that_began_after_it(rooms: Rooms) -> Non
 async def test_look_ends_when_the_tier_cannot_be_listed(rooms: Rooms) -> None:
     lister = Lister(rooms.context, rooms.cold["cold"], 10.0)
 
-    async def fail(prefix: str = "") -> list[StoredObject]:
+    async def fail(prefix: str = "", **options: str) -> list[StoredObject]:
         raise TierUnreachable("list: 503")
 
     rooms.cold["cold"].store.list = fail  # type: ignore[method-assign]

@@ -377,7 +377,7 @@ async def test_hot_replica_stays_when_the_plan_changes_during_the_last_listing(r
     store = rooms.tiers[listed].store
     real_list = store.list
 
-    async def list_slowly(prefix: str = "") -> list[StoredObject]:
+    async def list_slowly(prefix: str = "", **options: str) -> list[StoredObject]:
         objects = await real_list(prefix)
         if lost.name in prefix:
             rooms.catalog.drop(lost, "cold")
@@ -392,7 +392,7 @@ async def test_changes_that_leave_a_deletion_in_the_plan_do_not_delay_it(rooms: 
     """With many runs, something changes during every listing."""
     real_list = rooms.hot_store.list
 
-    async def list_and_commit(prefix: str = "") -> list[StoredObject]:
+    async def list_and_commit(prefix: str = "", **options: str) -> list[StoredObject]:
         objects = await real_list(prefix)
         rooms.catalog.changes += 1
         return objects
@@ -474,7 +474,7 @@ async def test_no_room_is_made_of_a_checkpoint_that_cold_has_lost_meanwhile(room
 async def test_no_room_is_made_while_cold_does_not_answer(rooms: Rooms) -> None:
     await reaper(rooms).run_once()
 
-    async def fails(prefix: str = "") -> list[StoredObject]:
+    async def fails(prefix: str = "", **options: str) -> list[StoredObject]:
         raise TierUnreachable("list: no answer")
 
     rooms.cold["cold"].store.list = fails  # type: ignore[method-assign]

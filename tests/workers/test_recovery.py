@@ -182,7 +182,7 @@ async def test_a_tier_is_not_known_after_an_unexpected_error(rooms: Rooms) -> No
     manifest = await rooms.commit("cold")
     await rooms.look()
 
-    async def list_badly(prefix: str = "") -> list[StoredObject]:
+    async def list_badly(prefix: str = "", **options: str) -> list[StoredObject]:
         raise AttributeError("'NoneType' object has no attribute 'text'")
 
     rooms.cold["cold"].store.list = list_badly  # type: ignore[method-assign]

@@ -297,7 +297,7 @@ async def test_not_found_only_if_every_tier_was_listed(rooms: Rooms, monkeypatch
     with pytest.raises(NotFound):
         await ask(rooms)
 
-    async def refuse(prefix: str = "") -> list[StoredObject]:
+    async def refuse(prefix: str = "", **options: str) -> list[StoredObject]:
         raise TierUnreachable("503")
 
     monkeypatch.setattr(rooms.cold["dr"].store, "list", refuse)
@@ -326,7 +326,7 @@ async def test_a_tier_that_does_not_answer_delays_a_find_for_a_bounded_time(
     await rooms.commit("cold", step=200, sequence=2)
     await rooms.look()
 
-    async def never(prefix: str = "") -> list[StoredObject]:
+    async def never(prefix: str = "", **options: str) -> list[StoredObject]:
         await asyncio.Event().wait()
         return []
 
@@ -348,7 +348,7 @@ async def test_an_unexpected_error_of_one_tier_does_not_end_a_find(
     await rooms.commit("hot", step=100)
     await rooms.look()
 
-    async def fail(prefix: str = "") -> list[StoredObject]:
+    async def fail(prefix: str = "", **options: str) -> list[StoredObject]:
         raise AttributeError("of botocore")
 
     monkeypatch.setattr(rooms.cold["dr"].store, "list", fail)

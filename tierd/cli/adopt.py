@@ -87,7 +87,8 @@ async def adopt(
     try:
         async with open_tiers(settings_of(context)) as tiers:
             code = tiers.check_reachable()
-            checkpoint = adopted_id(tiers.catalog, name, step, generation, now_s=now().timestamp())
+            limit = tiers.catalog.claims.generation_limit(name, now().timestamp())
+            checkpoint = adopted_id(tiers.catalog, name, step, generation, generation_max=limit)
             tree = await scan_settled(source, pool, now)
             report = Adopted(
                 **msgspec.to_builtins(checkpoint),

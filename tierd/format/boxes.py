@@ -1,5 +1,6 @@
-"""Parts of a tensor: whether they cover it, each element exactly once; and what two of them have in common. Pure,
-without tensor data.
+"""Parts of a tensor: whether they cover each element exactly once, and what two of them have in common.
+
+Pure, without tensor data.
 
 A part is a box: its offsets in the whole tensor, and its shape. A count of elements proves nothing, because one part
 may lie over another while elements elsewhere belong to none.

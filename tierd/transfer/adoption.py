@@ -117,11 +117,12 @@ def adopted_id(
     step: int,
     generation: int | None = None,
     *,
-    now_s: float,
+    generation_max: int | None = None,
     is_lenient: bool = False,
 ) -> CheckpointId:
-    """The id of a checkpoint of another program: in the newest generation of its run, 1 for the first. `now_s`: Unix
-    time. `is_lenient`: also where some checkpoints of the run cannot be read, if others can, as for a snapshot.
+    """The id of a checkpoint of another program: in the newest generation of its run, 1 for the first.
+    `generation_max`: the highest that may be named. `is_lenient`: also where some checkpoints of the run cannot be
+    read, if others can, as for a snapshot.
 
     Raises BadRequest for a generation that the tiers would count as foreign, and where tierd's client writes the run:
     two writers would delete each other's checkpoints by their common retention. Raises TierUnreachable where a tier may
@@ -133,9 +134,8 @@ def adopted_id(
             f"adopt step {step} into {run}: that run is of tierd's client, which has written {snapshot}",
             hint="choose another run name",
         )
-    limit = catalog.claims.generation_limit(run, now_s)
-    if generation is not None and generation > limit:
-        raise BadRequest(f"adopt step {step} into {run}: generation {generation} is not between 1 and {limit}")
+    if generation is not None and generation_max is not None and generation > generation_max:
+        raise BadRequest(f"adopt step {step} into {run}: generation {generation} is not between 1 and {generation_max}")
     unreadable = {checkpoint: why for (_, checkpoint), why in catalog.unreadable().items() if checkpoint.run == run}
     unknown = [] if entries and is_lenient else list(unreadable.values())
     unknown += [] if entries else list(catalog.unlisted().values())

@@ -282,7 +282,7 @@ class Watcher:
         if not self._verdicts.complete or NOT_LISTED_YET in catalog.unlisted().values():
             return
         try:
-            adopted_id(catalog, self.run, 0, now_s=self._context.now().timestamp(), is_lenient=True)
+            adopted_id(catalog, self.run, 0, is_lenient=True)
         except TierdError as error:  # it is not known what the run has, or it is of tierd's client
             self._problems[""] = error
             return
@@ -331,10 +331,7 @@ class Watcher:
         self._holder = standing.holder
         if self._holder or any(entry.id not in known and entry.id.step == step for entry in self._entries()):
             return None  # in the latter case, the former holder has adopted it, and the next pass compares them
-        now_s = self._context.now().timestamp()
-        checkpoint = adopted_id(
-            self._context.catalog, self.run, step, standing.generation, now_s=now_s, is_lenient=True
-        )
+        checkpoint = adopted_id(self._context.catalog, self.run, step, standing.generation, is_lenient=True)
         await self._adopter.adopt(tree.path, seen.key, checkpoint)
         self._context.metrics.watched_total.labels(self.run, "adopted").inc()
         self._adopted, self._newest = self._adopted + 1, step
