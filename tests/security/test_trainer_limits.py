@@ -52,12 +52,13 @@ def test_reports_without_end_write_a_bounded_log(tmp_path: Path, outcome: str) -
 def test_losses_without_end_write_a_bounded_log_and_send_bounded_text(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon, Peer(daemon.socket) as peer:
         peer.greet("run")
-        before = len(daemon.log)
+        before, began_s = len(daemon.log), time.monotonic()
         for step in range(1, 201):
             peer.send(wire.Lost(step=step, kind=LONG[:20_000], message=LONG[:20_000], hint=LONG[:20_000]))
             failed = peer.hear(wire.Failed)
             assert len(failed.kind) + len(failed.message) + len(failed.hint) < 10_000
-        assert len(daemon.log) - before < 250_000, "12 MB were sent"
+        later_lines = quotas.LINES_PER_S * (time.monotonic() - began_s)  # many on a busy machine
+        assert len(daemon.log) - before < 250_000 + 5_000 * later_lines, "12 MB were sent"
 
 
 def test_connections_that_are_refused_without_end_write_a_bounded_log(tmp_path: Path) -> None:
