@@ -390,7 +390,7 @@ def test_status_says_which_tier_does_not_keep_up_and_what_was_given_up(house: Ho
     assert status.stdout.splitlines()[-3:] == [
         "waiting for cold: 4, the oldest for 6 min 40 s; run42/000000000100-g0001 is being copied; "
         "last copy 1 min 5 s ago",
-        "cold DOES NOT KEEP UP: 5 checkpoints were replaced before their copy, a copy takes 6 min 0 s",
+        "5 checkpoints were replaced by newer ones before their copy to cold, a copy takes 6 min 0 s",
         "GIVEN UP: 2 checkpoints were deleted before cold had them: hot had no room",
     ]
 

@@ -105,6 +105,7 @@ def test_the_training_network_splits(tmp_path: Path) -> None:
         assert again == digests
 
 
+@pytest.mark.long
 def test_a_split_training_network_and_both_halves_go_on(tmp_path: Path) -> None:
     """Each half is started again, on the nodes that it has left. The later claim fences the earlier one."""
     more = "[health]\nexamine = false"
@@ -214,7 +215,7 @@ def test_hot_is_full_on_one_node_and_nothing_may_go(tmp_path: Path) -> None:
             train_and_snapshot(trainers)
             trainers[0].wait_persisted()
             full = 'tierd_failures_total{kind="full",stage="persist"}'  # of TierdDiskFull
-            wait_until(lambda: b.metric(full) > 0, "the alarm")
+            wait_until(lambda: full.encode() in b.request("/metrics")[1] and b.metric(full) > 0, "the alarm")
             assert {type(error) for error in refusals(trainers, "wait_everywhere", 1)} == {Full}
             assert [everywhere(daemon) for daemon in (a, b)] == [1, 1]
             assert all(part.exists() for part in (a.folder(1), a.folder(2), b.folder(1)))
