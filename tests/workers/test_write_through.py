@@ -206,3 +206,48 @@ async def test_a_tier_that_hangs_does_not_delay_the_snapshots_of_other_runs(
         await asyncio.wait([writing])
         for snapshot_set in rooms.memory.pending():
             assert states(snapshot_set) == {SlotState.SEALED}
+
+
+async def test_hot_is_tried_again_while_a_copy_to_cold_goes_on(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to a slow cold tier took hours, and the snapshot was not durable although hot had room again."""
+    began, free_bytes = asyncio.Event(), 0
+
+    async def hangs(*arguments: object, **options: object) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    async def free() -> int:
+        return free_bytes
+
+    for tier in rooms.cold.values():
+        monkeypatch.setattr(tier.store, "put", hangs)
+    monkeypatch.setattr(rooms.hot_store, "free_bytes", free)
+    snapshot_set = refused(rooms, 7)
+    snapshot_set.is_hot_full = True
+    passing = asyncio.ensure_future(WriteThrough(rooms.context).run_once())
+    await began.wait()
+    free_bytes = 1 << 30
+    assert not await passing
+    assert rooms.events[-2:] == [("space_freed",), ("persist_ended", RUN)]
+    assert states(snapshot_set) == {SlotState.SEALED}
+    assert await WriteThrough(rooms.context).run_once(), "it is the persister's again"
+    assert await rooms.persister().run_once()
+    assert rooms.steps("hot") == [7]
+
+
+async def test_a_copy_to_cold_goes_on_where_the_room_in_hot_does_not_show(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a quota, hot is full while its disk has room."""
+    real_put = rooms.cold["cold"].store.put
+    monkeypatch.setattr(write_through, "POLL_S", 0.01)
+
+    async def put(*arguments: Any, **options: Any) -> Any:
+        await asyncio.sleep(0.1)  # longer than POLL_S
+        return await real_put(*arguments, **options)
+
+    monkeypatch.setattr(rooms.cold["cold"].store, "put", put)
+    snapshot_set = refused(rooms, 7)
+    snapshot_set.is_hot_full = True
+    assert await WriteThrough(rooms.context).run_once()
+    assert rooms.steps("cold") == [7]

@@ -64,6 +64,10 @@ class SnapshotSet:
         return len(self.snapshots) == len(self.ranks)
 
     @property
+    def size_bytes(self) -> int:
+        return sum(snapshot.sealed.size_bytes for snapshot in self.snapshots.values())
+
+    @property
     def is_pending(self) -> bool:
         return self.is_complete and not self.is_in(SlotState.RETAINED)
 

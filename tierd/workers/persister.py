@@ -107,7 +107,7 @@ class Persister:
 
     async def _write_with_room(self, snapshot_set: SnapshotSet) -> Manifest:
         """Write the snapshot, after making room if needed. Raises Full when hot has no space and can make none."""
-        size_bytes = sum(snapshot.sealed.size_bytes for snapshot in snapshot_set.snapshots.values())
+        size_bytes = snapshot_set.size_bytes
         missing_bytes = await self._space.missing_bytes(size_bytes)
         if missing_bytes:
             await self._space.free(missing_bytes)
@@ -159,8 +159,7 @@ class Persister:
                 hint="nothing was overwritten; see docs/RUNBOOK.md#unreadable-manifest",
             )
         throttle = self._context.throttle
-        size_bytes = sum(snapshot.sealed.size_bytes for snapshot in snapshots)
-        throttle.sealed(checkpoint.run, size_bytes, snapshot_set.sealed_at_s)
+        throttle.sealed(checkpoint.run, snapshot_set.size_bytes, snapshot_set.sealed_at_s)
         try:
             with throttle.writing(self._hot.name) as count_written:
 

@@ -2,7 +2,8 @@
 
 The newest snapshot first, to all cold tiers at once. It is durable when the first one has committed it: the others then
 get as much time again, unless another snapshot waits, so that a slow tier does not occupy the slots. `Replicated` is
-sent for each tier, and `Persisted` is not: the checkpoint is not in hot.
+sent for each tier, and `Persisted` is not: the checkpoint is not in hot. When hot has room for the snapshot before a
+cold tier has committed it, the copies end and the persister tries hot again.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from tierd.tiers.checkpoint_copy import copy_checkpoint, copy_part
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.tier import Tier
 from tierd.workers.deferred_claim import confirm_claim
+from tierd.workers.hot_space import HotSpace, no_room
 
 log = logging.getLogger("tierd")
 
 EXTRA_TIME_MIN_S = 30.0  # for the other tiers, after the first one has committed
-POLL_S = 1.0  # looks for a snapshot that waits, which ends the extra time
+POLL_S = 1.0  # looks for a snapshot that waits, which ends the extra time, and for room in hot
 
 
 class WriteThrough:
@@ -45,6 +47,7 @@ class WriteThrough:
         self._context = context
         self._memory = context.memory
         self._catalog = context.catalog
+        self._space = HotSpace(context.hot, no_room)
 
     async def run_once(self) -> bool:
         """Try once every snapshot that hot has refused. False when one has reached no cold tier."""
@@ -73,6 +76,9 @@ class WriteThrough:
         finally:
             snapshot_set.failures += not is_durable
             snapshot_set.move(SlotEvent.PERSISTED if is_durable else SlotEvent.PERSIST_FAILED)
+        if not is_durable and HOT not in snapshot_set.refused_by:
+            log.info("hot has room for %s again", snapshot_set.id)
+            self._context.notify.space_freed()
         if is_durable:
             self._context.metrics.snapshots_total.labels(run=snapshot_set.id.run, outcome="written_through").inc()
             log.info("wrote %s from memory to cold: hot did not take it", snapshot_set.id)
@@ -98,8 +104,13 @@ class WriteThrough:
         writing = {
             asyncio.create_task(self._write_to(cold, source, manifest, snapshot_set)) for cold in context.cold.values()
         }
+        # Where there is room although hot is full, by a quota for example, room says nothing.
+        is_waiting_for_room = snapshot_set.is_hot_full and not await self._has_room(snapshot_set)
         try:
             while writing and not (is_durable and (clock() >= deadline_s or self._newest(tried) is not None)):
+                if is_waiting_for_room and not is_durable and await self._has_room(snapshot_set):
+                    snapshot_set.refused_by.discard(HOT)
+                    break
                 done, writing = await asyncio.wait(writing, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 commits = [task.result() for task in done]
                 if any(commits) and not is_durable:
@@ -110,6 +121,9 @@ class WriteThrough:
                 task.cancel()
             await asyncio.gather(*writing, return_exceptions=True)
         return is_durable
+
+    async def _has_room(self, snapshot_set: SnapshotSet) -> bool:
+        return await self._space.missing_bytes(snapshot_set.size_bytes) == 0
 
     async def _write_to(self, cold: Tier, source: ReadableTier, manifest: Manifest, snapshot_set: SnapshotSet) -> bool:
         """Whether the tier has committed the checkpoint."""

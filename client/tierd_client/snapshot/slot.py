@@ -32,6 +32,8 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _open: weakref.WeakSet[Slot] = weakref.WeakSet()
 """The slots that this process has mapped."""
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+"""The mappings of this process that a forked child does not inherit."""
 
 
 class Slot:
@@ -180,11 +182,17 @@ class Slot:
 
 
 def _close_in_child() -> None:
-    """A forked child, such as a data loader's worker, must not keep the memory of a trainer that has died."""
+    """A forked child, such as a data loader's worker, must not keep the memory of a trainer that has died.
+
+    The child has no mapping, so the kernel may place memory of the child at the same addresses. It would be unmapped
+    with the Python object of the mapping; that object is therefore never freed.
+    """
     for slot in _open:
         os.close(slot.fd)
         slot.fd = -1
     _open.clear()
+    for mapping in _mappings:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -236,6 +244,7 @@ def _map(fd: int, capacity_bytes: int) -> torch.Tensor:
     """A shared mapping that lives as long as any tensor on it."""
     mapping = mmap.mmap(fd, capacity_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     mapping.madvise(mmap.MADV_DONTFORK)  # a forked data loader must not share page-locked memory
+    _mappings.add(mapping)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -207,6 +207,33 @@ def test_forked_child_has_no_mapping(tmp_path: Path) -> None:
     assert done.stdout.split() == ["-11", "0"]
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+def test_forked_child_keeps_its_memory_when_a_slot_is_freed(is_open: bool) -> None:
+    """The kernel places the child's memory where the slot was in the parent. A garbage collection in the child that
+    frees the slot must not unmap it: a data loader's worker died of SIGSEGV."""
+    script = (
+        "import gc, os, torch\n"
+        "from tierd_client.snapshot.slot import Slot\n"
+        "gc.disable()\n"
+        "def leave_a_cycle():\n"
+        "    cycle = []\n"
+        "    slot = Slot.create(64 << 20)\n"
+        "    slot.wait_prefaulted(30)\n"
+        f"    cycle += [cycle, slot.tensor, slot if {is_open} else slot.close()]\n"
+        "leave_a_cycle()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    parts = [torch.ones(4 << 20) for _ in range(3)]\n"
+        "    gc.collect()\n"
+        "    os._exit(all(part.sum() == 4 << 20 for part in parts))\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["1"]
+
+
 # ── page-locked ──
 
 
