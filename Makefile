@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-nodes docs test test-long soak test-versions dist lint style audit format bench gpu requirements sbom image prometheus ceph peers clean
+.PHONY: help venv demo demo-nodes docs test test-long soak test-versions dist lint style audit fuzz format bench gpu requirements sbom image prometheus ceph peers clean
 
 help: ## say what there is to make
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -71,6 +71,17 @@ audit: $(STAMP) ## look up known vulnerabilities of the pinned packages; needs t
 	$(PYTHON) -m venv build/audit
 	build/audit/bin/python -m pip install --quiet --no-input --disable-pip-version-check pip-audit
 	build/audit/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
+
+# atheris has wheels for few versions of Python, so it is in an environment of its own, which uses the packages of .venv.
+FUZZ := build/fuzz/bin/python
+FUZZ_S ?= 60
+fuzz: $(STAMP) ## FUZZ_S=60: for so many seconds each, inputs guided by coverage for all that reads bytes from outside; needs the network once
+	@[ -e build/fuzz/.installed ] || { $(PYTHON) -m venv --clear build/fuzz \
+		&& build/fuzz/bin/python -m pip install --quiet --no-input --disable-pip-version-check atheris==3.0.0 \
+		&& $(VENV)/bin/python -c 'import os, sys; print(os.getcwd(), *sys.path[1:], sep="\n")' \
+			>"$$($(FUZZ) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth" && touch build/fuzz/.installed; }
+	for target in $$($(FUZZ) -m tests.support.guided_fuzz --list); do \
+		echo "$$target:"; $(FUZZ) -m tests.support.guided_fuzz $$target $(FUZZ_S) build/corpus/$$target || exit 1; done
 
 # In an environment of its own, as for audit. The hashes are of all files of the pinned versions on the index, for every
 # platform. constraints.txt decides the versions.
