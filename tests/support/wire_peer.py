@@ -50,7 +50,11 @@ class Peer:
     def __init__(self, path: Path | str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection = Connection(self.socket)
-        self.socket.connect(str(path))
+        try:
+            self.socket.connect(str(path))
+        except OSError:  # the daemon has just been killed
+            self.socket.close()
+            raise
         self.heard: list[wire.ToClient] = []
         self.descriptors: list[int] = []
         self.slots: dict[int, int] = {}
