@@ -22,8 +22,11 @@ def test_milestone_is_marked_in_cold_from_a_node_that_does_not_delete_there(tmp_
 def test_parts_alone_are_not_marked_and_the_answer_says_what_to_do(tmp_path: Path) -> None:
     with handmade_nodes(tmp_path, 2) as nodes:
         nodes.save(1, copied=False)
+        whole = tmp_path / "cold" / "run" / layout_name(1) / "manifest.json"
+        wait_until(whole.exists, "the first parts, which a limit of the rate lets through")
+        nodes.save(2, copied=False)
         for daemon in nodes.daemons:
-            refused = daemon.tierd("milestone", "--run", "run", "--step", "1", "best")
+            refused = daemon.tierd("milestone", "--run", "run", "--step", "2", "best")
             assert refused.returncode == 3
             assert "mark as best: " in refused.stderr
             assert "once a cold tier has it whole" in refused.stderr
