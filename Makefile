@@ -75,7 +75,7 @@ audit: $(STAMP) ## look up known vulnerabilities of the pinned packages; needs t
 # atheris has wheels for few versions of Python, so it is in an environment of its own, which uses the packages of .venv.
 FUZZ := build/fuzz/bin/python
 FUZZ_S ?= 60
-fuzz: $(STAMP) ## FUZZ_S=60: for so many seconds each, inputs guided by coverage for all that reads bytes from outside; needs the network once
+fuzz: $(STAMP) ## FUZZ_S=60: fuzz each parser of bytes from outside for so many seconds, guided by coverage; needs the network once
 	@[ -e build/fuzz/.installed ] || { $(PYTHON) -m venv --clear build/fuzz \
 		&& build/fuzz/bin/python -m pip install --quiet --no-input --disable-pip-version-check atheris==3.0.0 \
 		&& $(VENV)/bin/python -c 'import os, sys; print(os.getcwd(), *sys.path[1:], sep="\n")' \

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import boto3.session
 import pytest
 
-from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY
+from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, s3_client
 from tests.support.waiting import wait_until
 
 PROGRAMS = ["ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin"]
@@ -128,14 +127,7 @@ def ceph_server(tls: tuple[Path, Path] | None = None) -> Iterator[str]:
         start("radosgw", "-n", "client.rgw")
         _wait(root, "the gateway", lambda: _listens(gateway))
         url = f"{'https' if tls else 'http'}://127.0.0.1:{gateway}"
-        client = boto3.session.Session().client(
-            "s3",
-            endpoint_url=url,
-            region_name="us-east-1",
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
-            verify=str(tls[0]) if tls else None,
-        )
+        client = s3_client(url, verify=str(tls[0]) if tls else None)
         client.create_bucket(Bucket=BUCKET)
         client.close()
         yield url

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import boto3.session
@@ -50,18 +51,23 @@ def rclone_server(root: Path, *arguments: str) -> Generator[str]:
         yield url
 
 
+def s3_client(url: str, **options: Any) -> Any:
+    """boto3's client with the keys of the servers here."""
+    return boto3.session.Session().client(
+        "s3",
+        endpoint_url=url,
+        region_name="us-east-1",
+        aws_access_key_id=ACCESS_KEY,
+        aws_secret_access_key=SECRET_KEY,
+        **options,
+    )
+
+
 @contextmanager
 def moto_server() -> Generator[str]:
     """moto's S3 with BUCKET in it. Yields its URL."""
     with _running([_program("moto_server"), "-H", "127.0.0.1", "-p", "0"], r"http://127\.0\.0\.1:\d+") as url:
-        client = boto3.session.Session().client(
-            "s3",
-            endpoint_url=url,
-            region_name="us-east-1",
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
-            config=Config(max_pool_connections=1),
-        )
+        client = s3_client(url, config=Config(max_pool_connections=1))
         client.create_bucket(Bucket=BUCKET)
         client.close()
         yield url

@@ -251,3 +251,29 @@ async def test_a_copy_to_cold_goes_on_where_the_room_in_hot_does_not_show(
     snapshot_set.is_hot_full = True
     assert await WriteThrough(rooms.context).run_once()
     assert rooms.steps("cold") == [7]
+
+
+async def test_a_copy_to_cold_goes_on_when_the_free_space_of_hot_is_not_known(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that was full and then stops answering has no room."""
+    real_put = rooms.cold["cold"].store.put
+    monkeypatch.setattr(write_through, "POLL_S", 0.01)
+    answers: list[int] = [0]
+
+    async def free() -> int:
+        if answers:
+            return answers.pop()
+        raise TierUnreachable("read the free space of hot: no answer")
+
+    async def put(*arguments: Any, **options: Any) -> Any:
+        await asyncio.sleep(0.1)  # longer than POLL_S
+        return await real_put(*arguments, **options)
+
+    monkeypatch.setattr(rooms.hot_store, "free_bytes", free)
+    monkeypatch.setattr(rooms.cold["cold"].store, "put", put)
+    monkeypatch.setattr(rooms.cold["dr"].store, "put", put)
+    snapshot_set = refused(rooms, 7)
+    snapshot_set.is_hot_full = True
+    assert await WriteThrough(rooms.context).run_once()
+    assert rooms.steps("cold") == [7]

@@ -32,6 +32,11 @@ class HotSpace:
         free = await free_bytes(self._hot)
         return 0 if free is None else max(0, size_bytes + MARGIN_BYTES - free)
 
+    async def has_room(self, size_bytes: int) -> bool:
+        """Whether the free space is known and enough for a checkpoint of this size."""
+        free = await free_bytes(self._hot)
+        return free is not None and free >= size_bytes + MARGIN_BYTES
+
     async def free(self, need_bytes: int) -> int:
         """The bytes that were freed; 0 also when it took too long."""
         try:

@@ -99,16 +99,17 @@ class WriteThrough:
             snapshot_set, sequence=sequence
         )
         source = ReadableTier(MEMORY, SnapshotStore(snapshot_set, manifest))
+        # Under a quota, hot may be full although its disk has free space, which then means nothing.
+        size_bytes = snapshot_set.size_bytes
+        is_waiting_for_room = snapshot_set.is_hot_full and await self._space.missing_bytes(size_bytes) > 0
         clock = asyncio.get_running_loop().time
         began_s, deadline_s, is_durable = clock(), math.inf, False
         writing = {
             asyncio.create_task(self._write_to(cold, source, manifest, snapshot_set)) for cold in context.cold.values()
         }
-        # Where there is room although hot is full, by a quota for example, room says nothing.
-        is_waiting_for_room = snapshot_set.is_hot_full and not await self._has_room(snapshot_set)
         try:
             while writing and not (is_durable and (clock() >= deadline_s or self._newest(tried) is not None)):
-                if is_waiting_for_room and not is_durable and await self._has_room(snapshot_set):
+                if is_waiting_for_room and not is_durable and await self._space.has_room(size_bytes):
                     snapshot_set.refused_by.discard(HOT)
                     break
                 done, writing = await asyncio.wait(writing, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -121,9 +122,6 @@ class WriteThrough:
                 task.cancel()
             await asyncio.gather(*writing, return_exceptions=True)
         return is_durable
-
-    async def _has_room(self, snapshot_set: SnapshotSet) -> bool:
-        return await self._space.missing_bytes(snapshot_set.size_bytes) == 0
 
     async def _write_to(self, cold: Tier, source: ReadableTier, manifest: Manifest, snapshot_set: SnapshotSet) -> bool:
         """Whether the tier has committed the checkpoint."""

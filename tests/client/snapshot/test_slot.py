@@ -188,7 +188,13 @@ def test_populate_refused_by_the_kernel_is_ignored(slot: Slot) -> None:
     slots.populate(1, mmap.PAGESIZE, are_new=True)  # refused by the kernel, and not raised
 
 
-def test_forked_child_has_no_mapping(tmp_path: Path) -> None:
+def printed_by(script: str) -> list[str]:
+    """The words that a process of its own prints."""
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.split()
+
+
+def test_forked_child_has_no_mapping() -> None:
     """A child that touches it dies of SIGSEGV; the parent goes on."""
     script = (
         "import os, sys\n"
@@ -201,10 +207,7 @@ def test_forked_child_has_no_mapping(tmp_path: Path) -> None:
         "    os._exit(0)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(slot.tensor[0]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.split() == ["-11", "0"]
+    assert printed_by(script) == ["-11", "0"]
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -228,10 +231,7 @@ def test_forked_child_keeps_its_memory_when_a_slot_is_freed(is_open: bool) -> No
         "    os._exit(all(part.sum() == 4 << 20 for part in parts))\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.split() == ["1"]
+    assert printed_by(script) == ["1"]
 
 
 # ── page-locked ──
