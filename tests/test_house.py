@@ -429,6 +429,8 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/memory/snapshot_set.py": "memory/test_tier.py",
     "tierd/workers/hot_space.py": "workers/test_persister.py",
     "tierd/workers/adopter.py": "workers/test_watcher.py",
+    "tierd/workers/stored_checkpoints.py": "workers/test_watcher.py",
+    "tierd/workers/watch_findings.py": "workers/test_watcher.py",
     "tierd/workers/part_files.py": "api/test_peer_parts.py",
     "client/tierd_client/examples/train_gpt.py": "test_train_gpt.py",
     "client/tierd_client/snapshot/snapshotter.py": "client/test_client.py",

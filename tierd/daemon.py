@@ -30,7 +30,7 @@ from tierd.api.trainer import TrainerDoor
 from tierd.audit import AuditTrail, TrailFiles
 from tierd.cadences import Cadences
 from tierd.catalog import Catalog
-from tierd.cold_tier import exposed, open_cold_tier
+from tierd.cold_tier import log_exposed, open_cold_tier
 from tierd.config import ColdConfig, Config
 from tierd.config_file import check_user
 from tierd.config_reload import reloaded
@@ -39,7 +39,7 @@ from tierd.descriptors import raise_descriptor_limit
 from tierd.errors import BadConfig, LockHeld, TierdError
 from tierd.format import layout, wire
 from tierd.format.digest import preferred
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.ids import Run
 from tierd.health.examiner import Examiner
 from tierd.identity import Identities
 from tierd.incidents import Incidents
@@ -92,7 +92,7 @@ def serve(config: Config, *, systemd: Systemd, read_config: Callable[[], Config]
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     check_user(config)
     # In a thread, because a directory without its server answers never.
-    threading.Thread(target=_report_exposed, args=(config,), name="tierd-exposed", daemon=True).start()
+    threading.Thread(target=log_exposed, args=(config,), name="tierd-exposed", daemon=True).start()
     with Lock(config.hot_path, about, access=config.access) as hot_lock:
         raise_descriptor_limit()
         _lower_priority(config.daemon.nice)
@@ -158,7 +158,7 @@ class _Daemon:
             for each in config.watch
         ]
         self._workers = self._make_workers()
-        restorer = Restorer(context, self._judge, self._reaper.make_room)
+        restorer = Restorer(context, self._examiner.judge, self._reaper.make_room)
         self._door = TrainerDoor(context, restorer, spawn=self._spawn)
         lag_s = copier.lag_s if copier is not None else lambda run: None
         self._peers = PeerParts(context, restorer, copy_lag_s=lag_s) if config.peers.listen else None
@@ -367,25 +367,11 @@ class _Daemon:
     def run_forgotten(self, run: Run) -> None:
         self._door.admission.forget_writers(run)
 
-    # ── for the trainers' socket ──
-
-    async def _judge(self, checkpoint: CheckpointId) -> bool | None:
-        health = self._config.health
-        if health.examine:
-            return await self._examiner.is_healthy(checkpoint, health.restore_wait_s)
-        snapshot_set = self._memory.find(checkpoint)
-        return False if snapshot_set is not None and snapshot_set.is_reported_unhealthy else None
-
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> object:
         task = self._group.create_task(coroutine)
         self._conversations.add(task)
         task.add_done_callback(self._conversations.discard)
         return task
-
-
-def _report_exposed(config: Config) -> None:
-    for advice in exposed(config):
-        log.warning("%s (hint: %s)", advice.message, advice.hint)
 
 
 def _unlink(socket: str) -> None:

@@ -327,7 +327,7 @@ async def test_a_folder_with_more_than_can_be_looked_at_is_a_problem_and_the_new
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watched_folder, "NAMES_MAX", 30)
-    monkeypatch.setattr(watcher, "LOOKED_AT_MAX", 4)
+    monkeypatch.setattr(watcher, "SCANNED_MAX", 4)
     async with watched(tmp_path, preset="step-bin") as folder:
         for step in range(1, 11):
             save_step_bin(folder.out, step, Writer())

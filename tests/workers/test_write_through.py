@@ -235,18 +235,26 @@ async def test_hot_is_tried_again_while_a_copy_to_cold_goes_on(rooms: Rooms, mon
     assert rooms.steps("hot") == [7]
 
 
+def slow_puts(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy polls several times while a cold tier writes one file."""
+    monkeypatch.setattr(write_through, "POLL_S", 0.01)
+
+    def slowed(real_put: Any) -> Any:
+        async def put(*arguments: Any, **options: Any) -> Any:
+            await asyncio.sleep(0.1)  # longer than POLL_S
+            return await real_put(*arguments, **options)
+
+        return put
+
+    for tier in rooms.cold.values():
+        monkeypatch.setattr(tier.store, "put", slowed(tier.store.put))
+
+
 async def test_a_copy_to_cold_goes_on_where_the_room_in_hot_does_not_show(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a quota, hot is full while its disk has room."""
-    real_put = rooms.cold["cold"].store.put
-    monkeypatch.setattr(write_through, "POLL_S", 0.01)
-
-    async def put(*arguments: Any, **options: Any) -> Any:
-        await asyncio.sleep(0.1)  # longer than POLL_S
-        return await real_put(*arguments, **options)
-
-    monkeypatch.setattr(rooms.cold["cold"].store, "put", put)
+    slow_puts(rooms, monkeypatch)
     snapshot_set = refused(rooms, 7)
     snapshot_set.is_hot_full = True
     assert await WriteThrough(rooms.context).run_once()
@@ -257,8 +265,7 @@ async def test_a_copy_to_cold_goes_on_when_the_free_space_of_hot_is_not_known(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that was full and then stops answering has no room."""
-    real_put = rooms.cold["cold"].store.put
-    monkeypatch.setattr(write_through, "POLL_S", 0.01)
+    slow_puts(rooms, monkeypatch)
     answers: list[int] = [0]
 
     async def free() -> int:
@@ -266,13 +273,7 @@ async def test_a_copy_to_cold_goes_on_when_the_free_space_of_hot_is_not_known(
             return answers.pop()
         raise TierUnreachable("read the free space of hot: no answer")
 
-    async def put(*arguments: Any, **options: Any) -> Any:
-        await asyncio.sleep(0.1)  # longer than POLL_S
-        return await real_put(*arguments, **options)
-
     monkeypatch.setattr(rooms.hot_store, "free_bytes", free)
-    monkeypatch.setattr(rooms.cold["cold"].store, "put", put)
-    monkeypatch.setattr(rooms.cold["dr"].store, "put", put)
     snapshot_set = refused(rooms, 7)
     snapshot_set.is_hot_full = True
     assert await WriteThrough(rooms.context).run_once()

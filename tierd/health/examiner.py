@@ -111,8 +111,16 @@ class Examiner:
         self._context.notify.examined()
         return diagnosis
 
+    async def judge(self, checkpoint: CheckpointId) -> bool | None:
+        """For a trainer that waits to restore it: examine it now, for `restore_wait_s` at most. None when it is not
+        known whether it is healthy."""
+        health = self._context.config.health
+        if not health.examine:
+            snapshot_set = self._memory.find(checkpoint)
+            return False if snapshot_set is not None and snapshot_set.is_reported_unhealthy else None
+        return await self.is_healthy(checkpoint, health.restore_wait_s)
+
     async def is_healthy(self, checkpoint: CheckpointId, wait_s: float) -> bool | None:
-        """For a trainer that waits: examine it now, for `wait_s` seconds at most. None when it is not known."""
         try:
             async with asyncio.timeout(wait_s):
                 await self.examine(checkpoint)

@@ -58,6 +58,11 @@ class Preset:
     needs: tuple[str, ...] = ()
     alike: str = ""
 
+    def step_of(self, name: str) -> int:
+        """0 where the name has none."""
+        match = self.pattern.fullmatch(name)
+        return int(match["step"] or 0) if match else 0
+
 
 _DCP = Preset(
     name="dcp",  # FileSystemWriter writes .metadata.tmp and renames it

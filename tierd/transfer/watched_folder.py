@@ -19,7 +19,7 @@ from tierd.lifecycle.watched import FLAT_HEADER, ZIP_TAIL_BYTES, Listed, Preset,
 from tierd.tiers.tree import FOLDER, NO_LINK, closing_fd
 from tierd.transfer.source_tree import SourceEntry, SourceFile, SourceTree, scan
 
-NAMES_MAX = 100_000  # in the folder; the rest is not looked at
+NAMES_MAX = 100_000  # in the folder; the rest is not scanned
 MARKER_BYTES_MAX = 256 << 20  # trainer_state.json has all that a training has logged
 BESIDE_BYTES_MAX = 4096
 HEADER_BYTES_MAX = 100 << 20  # of a safetensors file, as in its own reader

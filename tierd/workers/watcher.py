@@ -1,6 +1,6 @@
 """Adopts the checkpoints that a framework writes into a folder, when they are complete. One worker for each [[watch]].
 
-A pass lists the folder, and looks closer at what may be new. A checkpoint must have been unchanged for a while, and be
+A pass lists the folder, and scans what may be new. A checkpoint must have been unchanged for a while, and be
 complete as its preset says; it is not adopted when anything in it changes while it is copied. With inotify a change
 starts a pass; without it the folder is polled. Whatever is wrong there is a line in the status and the log, and stops
 nothing else.
@@ -9,26 +9,23 @@ nothing else.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 from tierd.backoff import backoff_s
-from tierd.catalog_entry import NOT_LISTED_YET, Entry
+from tierd.catalog_entry import NOT_LISTED_YET
 from tierd.config import WatchConfig
 from tierd.context import DaemonContext
 from tierd.decisions import waiting
 from tierd.errors import Full, NotFound, TargetNotEmpty, TierdError, TierUnreachable, Transient
-from tierd.format.adopted import AdoptedTree
-from tierd.format.ids import CheckpointId, Run, check_run
+from tierd.format.ids import Run, check_run
 from tierd.format.text import printable
 from tierd.lifecycle.watched import Listed, Verdicts, beside_name, is_name, judge, misfit, preset_of
 from tierd.report import WatchReport
 from tierd.tiers.pool import ThreadPool
-from tierd.transfer.adoption import THREADS, adopted_id, created_at, is_same_tree, read_tree, was_saved_again
+from tierd.transfer.adoption import THREADS, adopted_id, created_at, is_same_tree, was_saved_again
 from tierd.transfer.atomic_output import clear_abandoned
 from tierd.transfer.source_removal import remove_leftovers, remove_source
 from tierd.transfer.source_tree import SourceTree
@@ -36,20 +33,20 @@ from tierd.transfer.watched_folder import Names, listed, names, read_beside, sca
 from tierd.workers.adopter import Adopter
 from tierd.workers.folder_events import EventSource
 from tierd.workers.hot_space import MakeRoom
+from tierd.workers.stored_checkpoints import StoredCheckpoints
 from tierd.workers.watch_claim import WatchClaim
+from tierd.workers.watch_findings import WatchFindings, lines, shown
 
 log = logging.getLogger("tierd")
 
 SLOW_INTERVAL_S = 60.0  # with inotify: what it has not reported is found by then
-RECHECKED = 8  # of what was adopted, the newest are looked at again: they may be written in place
-LOOKED_AT_MAX = 1000  # of what is not adopted, the newest
-CLOCKS_DIFFER = timedelta(hours=1)  # of the file server and this machine, at most
-SHOWN_MAX = 10  # names in one line, and lines of one kind
+RECHECKED = 8  # of what was adopted, the newest are scanned again: they may be written in place
+SCANNED_MAX = 1000  # of what is not adopted, the newest
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What an entry of the folder was at the last look. `key`: changes when anything in it does. `since_s`: since when
+    """What an entry of the folder was in the last pass. `key`: changes when anything in it does. `since_s`: since when
     it is so. `is_late`: newer ones had been adopted before it was seen. `listed`: what was read there, once it was
     unchanged for long enough. `is_done`: it needs nothing more; `note` says why it was left alone. `was_named`: by the
     preset's file beside the checkpoints. `tries`, `not_before_s`: of an adoption that failed."""
@@ -87,13 +84,10 @@ class Watcher:
         self._was_there: bool | None = None
         self._seen: dict[str, _Seen] = {}
         self._complete_s: dict[str, float] = {}  # not adopted yet: since when each is complete
-        self._problems: dict[str, TierdError] = {}  # by entry; "" is the folder
-        self._recorded: dict[str, str] = {}
+        self._findings = WatchFindings(context, self.run, self._path)
         self._verdicts = Verdicts()
-        self._notes: list[str] = []
-        self._changing: set[str] = set()  # at the last look
-        self._missed: deque[str] = deque(maxlen=SHOWN_MAX)
-        self._trees: dict[CheckpointId, AdoptedTree] = {}
+        self._changing: set[str] = set()  # in the last pass
+        self._stored = StoredCheckpoints(context, self.run, watch.path)
         self._holder = ""
         self._adopted, self._newest = 0, -1
         self._has_cleared = False
@@ -103,13 +97,13 @@ class Watcher:
 
     async def run_once(self) -> bool:
         """True also where something could not be adopted: each entry has its own backoff."""
-        self._problems, self._notes = {}, []
+        self._findings.begin_pass()
         await self._clear_leftovers()
         self._events.begin_pass()
         try:
             found = await self._pool.query(names, self._path)
             await self._events.follow(found.key)
-            await self._look(found)
+            await self._scan(found)
         except TierdError as error:
             await self._forget_folder(error)
         else:
@@ -117,8 +111,8 @@ class Watcher:
             await self._adopt_complete()
             if self._watch.source == "remove":
                 await self._remove_sources()
-        self._record_problems()
-        self._set_gauges()
+        self._findings.record()
+        self._set_lag()
         self.interval_s = self._next_s()
         return True
 
@@ -143,7 +137,7 @@ class Watcher:
 
     async def _forget_folder(self, error: TierdError) -> None:
         await self._events.stop()
-        self._problems[""] = error
+        self._findings.problems[""] = error
         if isinstance(error, NotFound) and self._was_there is not False:
             log.log(logging.WARNING if self._was_there else logging.INFO, "%s", error)
         self._was_there = False
@@ -153,19 +147,19 @@ class Watcher:
 
     # ── what lies there ──
 
-    async def _look(self, found: Names) -> None:
+    async def _scan(self, found: Names) -> None:
         """Set what is complete, what waits, and what is wrong, of the names that were found."""
         preset, now_s = self._preset, self._context.monotonic_s()
         for name in [name for name in self._seen if name not in found.folders]:
             self._gone(name)
         steps = [name for name, is_folder in found.folders.items() if is_name(name, preset, is_folder=is_folder)]
-        self._note(found, steps)
+        self._note_others(found, steps)
         ready: list[Listed] = []
         unready: dict[str, str] = {}
         changing: set[str] = set()
-        for name in self._to_look_at(steps):
+        for name in self._to_scan(steps):
             try:
-                entry = await self._look_at(name, now_s)
+                entry = await self._scan_entry(name, now_s)
             except TierUnreachable:
                 raise
             except TierdError as error:
@@ -173,7 +167,7 @@ class Watcher:
                 if isinstance(error, Transient) and name not in self._changing:
                     changing.add(name)  # it is written or deleted just now
                 else:
-                    self._problems[name] = error
+                    self._findings.problems[name] = error
                 continue
             if isinstance(entry, Listed):
                 ready.append(entry)
@@ -189,7 +183,7 @@ class Watcher:
             quiet_s=self._watch.quiet_s,
             beside=beside,
             named_before=[name for name, seen in self._seen.items() if seen.was_named],
-            former=await self._newest_files() if preset.alike and ready else (),
+            former=await self._stored.newest_files() if preset.alike and ready else (),
         )
         verdicts.waiting.update(unready)
         verdicts.quiet.update(name for name in unready if self._seen[name].tree is not None)
@@ -199,22 +193,20 @@ class Watcher:
         for name in [name for name in self._complete_s if name not in verdicts.complete]:
             del self._complete_s[name]  # it is written again
 
-    def _to_look_at(self, steps: list[str]) -> list[str]:
+    def _to_scan(self, steps: list[str]) -> list[str]:
         """The names that may be new, and the newest of what was adopted."""
-        newest_first = sorted(steps, key=self._step_of, reverse=True)
+        newest_first = sorted(steps, key=self._preset.step_of, reverse=True)
         done = [name for name in newest_first if name in self._seen and self._seen[name].is_done]
         settled = set(done[RECHECKED:])
         unsettled = [name for name in newest_first if name not in settled]
-        if len(unsettled) > LOOKED_AT_MAX:
-            left = len(unsettled) - LOOKED_AT_MAX
-            self._notes.append(f"not looked at yet: the {left} with the lowest steps, of {len(steps)} checkpoints")
-        return unsettled[:LOOKED_AT_MAX]
+        if len(unsettled) > SCANNED_MAX:
+            left = len(unsettled) - SCANNED_MAX
+            self._findings.notes.append(
+                f"not scanned yet: the {left} with the lowest steps, of {len(steps)} checkpoints"
+            )
+        return unsettled[:SCANNED_MAX]
 
-    def _step_of(self, name: str) -> int:
-        match = self._preset.pattern.fullmatch(name)
-        return int(match["step"] or 0) if match else 0
-
-    async def _look_at(self, name: str, now_s: float) -> Listed | str:
+    async def _scan_entry(self, name: str, now_s: float) -> Listed | str:
         """What is there, or why it is too early to say; "" where nothing is left to do. Raises as `scan`."""
         tree = await self._pool.query(scan_entry, self._path / name)
         if tree is None:
@@ -222,7 +214,7 @@ class Watcher:
         key, seen = tree_key(tree), self._seen.get(name)
         if seen is None or seen.key != key:
             was_adopted = seen is not None and seen.is_adopted
-            is_late = created_at(tree) < self._newest_created_at()
+            is_late = created_at(tree) < self._stored.newest_created_at()
             seen = self._seen[name] = _Seen(key, now_s, tree, is_late, is_adopted=was_adopted)
         if seen.is_done:
             return ""
@@ -234,43 +226,25 @@ class Watcher:
             seen.listed = await self._pool.query(lambda: listed(tree, self._preset, unchanged_s=self._watch.quiet_s))
         return seen.listed
 
-    async def _newest_files(self) -> list[str]:
-        """Of the checkpoint that was adopted last, as far as it can be read."""
-        entries = [entry for entry in self._entries() if entry.manifest.is_adopted]
-        with suppress(TierdError):
-            return [file.path for file in (await self._stored_tree(entries[0])).files] if entries else []
-        return []
-
-    def _newest_created_at(self) -> str:
-        """Of what was adopted. A time in the future is wrong, and would keep everything from being adopted."""
-        future = (self._context.now() + CLOCKS_DIFFER).isoformat(timespec="microseconds")
-        times = (entry.manifest.created_at for entry in self._entries())
-        return max((each for each in times if each < future), default="")
-
     def _gone(self, name: str) -> None:
         """It was deleted or renamed by the framework."""
         del self._seen[name]
         if self._complete_s.pop(name, None) is not None and not self._holder:
-            self._count_missed(name)
+            self._findings.count_missed(name)
 
-    def _count_missed(self, name: str) -> None:
-        self._missed.append(f"{name} was deleted before it was adopted: let the framework keep more of them")
-        self._context.metrics.watched_total.labels(self.run, "missed").inc()
-        log.warning("watch %s: %s", self._path, self._missed[-1])
-
-    def _note(self, found: Names, steps: list[str]) -> None:
+    def _note_others(self, found: Names, steps: list[str]) -> None:
         """What else lies there, and the preset that would fit."""
         others = sorted({*found.folders} - {*steps} - {self._preset.beside})
         links = [name for name in found.links if is_name(name, self._preset, is_folder=self._preset.is_folder)]
         if links:
-            self._notes.append(f"not adopted, because they are links: {_shown(links)}")
+            self._findings.notes.append(f"not adopted, because they are links: {shown(links)}")
         if not steps and (error := misfit(str(self._path), found.folders, self._preset)):
-            self._problems[""] = error
+            self._findings.problems[""] = error
         elif others:
-            self._notes.append(f"no steps: {_shown(others)}")
+            self._findings.notes.append(f"no steps: {shown(others)}")
         if found.is_cut:
-            self._problems[""] = Transient(
-                f"watch {self._path}: it has more than {len(found.folders)} entries, and the rest is not looked at",
+            self._findings.problems[""] = Transient(
+                f"watch {self._path}: it has more than {len(found.folders)} entries, and the rest is not scanned",
                 hint="let the framework delete old checkpoints, or give each run a folder of its own",
             )
 
@@ -284,12 +258,12 @@ class Watcher:
         try:
             adopted_id(catalog, self.run, 0, is_lenient=True)
         except TierdError as error:  # it is not known what the run has, or it is of tierd's client
-            self._problems[""] = error
+            self._findings.problems[""] = error
             return
         for name, step in self._verdicts.complete.items():
             seen, now_s = self._seen[name], self._context.monotonic_s()
             if now_s < seen.not_before_s:
-                self._problems[name] = Transient(self._recorded.get(name, "it failed"), hint="it is tried again")
+                self._findings.problems[name] = Transient(self._findings.former(name), hint="it is tried again")
                 continue
             try:
                 await self._adopt_or_skip(name, step, seen)
@@ -297,7 +271,7 @@ class Watcher:
                 if isinstance(error, NotFound) and not await self._pool.query((self._path / name).exists):
                     self._gone(name)
                     continue
-                self._problems[name] = error
+                self._findings.problems[name] = error
                 seen.tries += 1
                 limits = self._context.config.limits
                 seen.not_before_s = now_s + backoff_s(seen.tries, min_s=limits.retry_min_s, max_s=limits.retry_max_s)
@@ -309,10 +283,10 @@ class Watcher:
     async def _adopt_or_skip(self, name: str, step: int, seen: _Seen) -> None:
         assert seen.tree is not None
         tree, least = seen.tree, 1
-        entries = self._entries()
+        entries = self._stored.entries()
         former = next((entry for entry in entries if entry.id.step == step), None)
         if former is not None:
-            stored = await self._stored_tree(former)
+            stored = await self._stored.tree(former)
             if is_same_tree(stored, former.manifest, tree):
                 return self._done(name, seen)
             if stored.name != tree.name and all(entry.id.step <= step for entry in entries):
@@ -329,16 +303,13 @@ class Watcher:
         known = [entry.id for entry in entries]
         standing = await self.claim.standing(least=least)
         self._holder = standing.holder
-        if self._holder or any(entry.id not in known and entry.id.step == step for entry in self._entries()):
+        if self._holder or any(entry.id not in known and entry.id.step == step for entry in self._stored.entries()):
             return None  # in the latter case, the former holder has adopted it, and the next pass compares them
         checkpoint = adopted_id(self._context.catalog, self.run, step, standing.generation, is_lenient=True)
         await self._adopter.adopt(tree.path, seen.key, checkpoint)
         self._context.metrics.watched_total.labels(self.run, "adopted").inc()
         self._adopted, self._newest = self._adopted + 1, step
         return self._done(name, seen)
-
-    def _entries(self) -> list[Entry]:
-        return self._context.catalog.entries(self.run)
 
     def _done(self, name: str, seen: _Seen, *, note: str = "") -> None:
         """Adopted, or left alone with a note."""
@@ -347,16 +318,6 @@ class Watcher:
         if self._watch.source == "keep":
             seen.tree = None
 
-    async def _stored_tree(self, entry: Entry) -> AdoptedTree:
-        """Raises as `read_tree`, but Transient where the entry has just been deleted."""
-        if entry.id not in self._trees:
-            tier = next(tier for name, tier in self._context.tiers.items() if name in entry.tiers)
-            try:
-                self._trees[entry.id] = await read_tree(tier, entry.manifest)
-            except NotFound as error:
-                raise Transient(f"watch {self._path}: {error.message}", hint="it is looked at again") from error
-        return self._trees[entry.id]
-
     # ── removal ──
 
     async def _remove_sources(self) -> None:
@@ -364,43 +325,33 @@ class Watcher:
         too: the policy has given it up."""
         context = self._context
         adopted = sorted(
-            (name for name, seen in self._seen.items() if seen.is_adopted and seen.is_done), key=self._step_of
+            (name for name, seen in self._seen.items() if seen.is_adopted and seen.is_done), key=self._preset.step_of
         )
         if not adopted or self._holder or context.catalog.unlisted():
             return
         steps = {checkpoint.step for each in waiting(context.catalog, context.config).values() for checkpoint in each}
-        is_newest_held = any(entry.id.step == self._step_of(adopted[-1]) for entry in self._entries())
+        is_newest_held = any(entry.id.step == self._preset.step_of(adopted[-1]) for entry in self._stored.entries())
         trees = {name: tree for name in adopted if (tree := self._seen[name].tree) is not None}
         kept = {adopted[-1], max(trees, key=lambda name: trees[name].modified_ns, default="")}
         for name, tree in trees.items():
-            if not is_newest_held or self._step_of(name) in steps or name in kept:
+            if not is_newest_held or self._preset.step_of(name) in steps or name in kept:
                 continue
             try:
                 await self._pool.run(remove_source, tree)
             except NotFound:
                 continue
             except TierdError as error:
-                self._problems[name] = error
+                self._findings.problems[name] = error
                 continue
             log.info("deleted %s, which was adopted", tree.path)
             del self._seen[name]
 
-    # ── what is told ──
+    # ── metrics and status ──
 
-    def _record_problems(self) -> None:
-        """In the log and the failures, once until it changes."""
-        for name, error in self._problems.items():
-            if self._recorded.get(name) != error.message and not (name == "" and isinstance(error, NotFound)):
-                self._context.incidents.record(self.name, error)
-                self._context.metrics.watched_total.labels(self.run, "refused").inc()
-        self._recorded = {name: error.message for name, error in self._problems.items()}
-
-    def _set_gauges(self) -> None:
-        now_s, metrics = self._context.monotonic_s(), self._context.metrics
+    def _set_lag(self) -> None:
+        now_s = self._context.monotonic_s()
         lag_s = max((now_s - since_s for since_s in self._complete_s.values()), default=0.0)
-        metrics.watch_lag_seconds.labels(self.run).set(0.0 if self._holder else round(lag_s, 3))
-        count = sum(1 for error in self._problems.values() if not isinstance(error, NotFound))
-        metrics.watch_problems.labels(self.run).set(count)
+        self._context.metrics.watch_lag_seconds.labels(self.run).set(0.0 if self._holder else round(lag_s, 3))
 
     def _next_s(self) -> float:
         """Until the next pass, if nothing wakes it before."""
@@ -428,16 +379,7 @@ class Watcher:
             adopted=self._adopted,
             pending=len(self._complete_s),
             newest_step=self._newest if self._newest >= 0 else None,
-            waiting=[printable(line) for line in waiting_lines[:SHOWN_MAX]],
-            notes=[printable(line) for line in [*self._missed, *self._notes, *left_alone][:SHOWN_MAX]],
-            problems=[printable(_line(error)) for error in [*self._problems.values()][:SHOWN_MAX]],
+            waiting=lines(waiting_lines),
+            notes=lines([*self._findings.missed, *self._findings.notes, *left_alone]),
+            problems=self._findings.problem_lines(),
         )
-
-
-def _line(error: TierdError) -> str:
-    return f"{error.message} (hint: {error.hint})" if error.hint else error.message
-
-
-def _shown(found: list[str]) -> str:
-    more = f" and {len(found) - SHOWN_MAX} more" if len(found) > SHOWN_MAX else ""
-    return ", ".join(found[:SHOWN_MAX]) + more

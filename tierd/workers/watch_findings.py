@@ -1,0 +1,71 @@
+"""What a watcher found wrong or worth a note in its folder: for the status, the log, the metrics and the incidents."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from tierd.context import DaemonContext
+from tierd.errors import NotFound, TierdError
+from tierd.format.ids import Run
+from tierd.format.text import printable
+
+log = logging.getLogger("tierd")
+
+SHOWN_MAX = 10  # names in one line, and lines of one kind
+
+
+class WatchFindings:
+    """`problems`: of this pass, by the name of the entry; "" is the folder. `notes`: of this pass. `missed`: what the
+    framework deleted before it was adopted, since the start."""
+
+    def __init__(self, context: DaemonContext, run: Run, path: Path) -> None:
+        self._context, self._run, self._path = context, run, path
+        self.problems: dict[str, TierdError] = {}
+        self.notes: list[str] = []
+        self.missed: deque[str] = deque(maxlen=SHOWN_MAX)
+        self._recorded: dict[str, str] = {}
+
+    def begin_pass(self) -> None:
+        self.problems, self.notes = {}, []
+
+    def former(self, name: str) -> str:
+        """The problem that the entry had in the pass before."""
+        return self._recorded.get(name, "it failed")
+
+    def count_missed(self, name: str) -> None:
+        self.missed.append(f"{name} was deleted before it was adopted: let the framework keep more of them")
+        self._context.metrics.watched_total.labels(self._run, "missed").inc()
+        log.warning("watch %s: %s", self._path, self.missed[-1])
+
+    def record(self) -> None:
+        """The problems of this pass, in the log and the failures, once until they change."""
+        metrics = self._context.metrics
+        for name, error in self.problems.items():
+            if self._recorded.get(name) != error.message and not (name == "" and isinstance(error, NotFound)):
+                self._context.incidents.record("watch", error)
+                metrics.watched_total.labels(self._run, "refused").inc()
+        self._recorded = {name: error.message for name, error in self.problems.items()}
+        count = sum(1 for error in self.problems.values() if not isinstance(error, NotFound))
+        metrics.watch_problems.labels(self._run).set(count)
+
+    def problem_lines(self) -> list[str]:
+        return lines(
+            [
+                f"{error.message} (hint: {error.hint})" if error.hint else error.message
+                for error in self.problems.values()
+            ]
+        )
+
+
+def lines(found: Sequence[str]) -> list[str]:
+    """As the status shows them: the first ones, printable."""
+    return [printable(line) for line in found[:SHOWN_MAX]]
+
+
+def shown(names: Sequence[str]) -> str:
+    """Names in one line."""
+    more = f" and {len(names) - SHOWN_MAX} more" if len(names) > SHOWN_MAX else ""
+    return ", ".join(names[:SHOWN_MAX]) + more
