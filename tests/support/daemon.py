@@ -69,7 +69,7 @@ class Daemon:
             path = "hot"
             {cold_tier}
             [limits]
-            reconcile_interval_s = 0.2
+            reconcile_interval_s = 1.0
             retry_min_s = 0.05
             retry_max_s = 0.2
             {more}
