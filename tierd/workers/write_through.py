@@ -145,6 +145,10 @@ class WriteThrough:
                 await copy_checkpoint(
                     manifest, source, cold, milestones=milestones, is_healthy=is_healthy, progress=count_written
                 )
+            if is_healthy is None and (diagnosis := snapshot_set.diagnosis) is not None:
+                # It came during the copy. The slots may be released next, and then nobody writes it.
+                is_healthy = diagnosis.healthy
+                await cold.mark_diagnosis(manifest.id, diagnosis)
         except TierdError as error:
             snapshot_set.refused_by.add(cold.name)
             self._context.incidents.record(self.name, error, manifest.id)
