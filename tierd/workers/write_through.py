@@ -77,7 +77,6 @@ class WriteThrough:
             snapshot_set.failures += not is_durable
             snapshot_set.move(SlotEvent.PERSISTED if is_durable else SlotEvent.PERSIST_FAILED)
         if not is_durable and HOT not in snapshot_set.refused_by:
-            log.info("hot has room for %s again", snapshot_set.id)
             self._context.notify.space_freed()
         if is_durable:
             self._context.metrics.snapshots_total.labels(run=snapshot_set.id.run, outcome="written_through").inc()
@@ -94,6 +93,10 @@ class WriteThrough:
             context.identities,
             in_memory=self._memory.sequence_max,
         )
+        entry = self._catalog.get(snapshot_set.id)
+        if entry is not None and entry.manifest != snapshot_set.manifest:
+            snapshot_set.refused_by.discard(HOT)  # a former daemon has committed it: the persister compares the two
+            return False
         # A former attempt may have left its manifest in hot, and one checkpoint has one manifest.
         manifest = snapshot_set.manifest = snapshot_set.manifest or context.make_manifest(
             snapshot_set, sequence=sequence
@@ -110,6 +113,7 @@ class WriteThrough:
         try:
             while writing and not (is_durable and (clock() >= deadline_s or self._newest(tried) is not None)):
                 if is_waiting_for_room and not is_durable and await self._space.has_room(size_bytes):
+                    log.info("hot has room for %s again", snapshot_set.id)
                     snapshot_set.refused_by.discard(HOT)
                     break
                 done, writing = await asyncio.wait(writing, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
