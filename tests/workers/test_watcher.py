@@ -34,6 +34,7 @@ from tierd.transfer.adopted_output import AdoptedOutput
 from tierd.transfer.adoption import read_tree
 from tierd.workers import watch_claim, watcher
 from tierd.workers.hot_space import no_room
+from tierd.workers.scrubber import Scrubber
 from tierd.workers.watcher import Watcher
 
 RUN = Run("hf")
@@ -414,6 +415,25 @@ async def test_sources_are_removed_once_every_tier_that_keeps_them_has_them_but_
         await folder.look()
         assert sorted(os.listdir(folder.out)) == ["checkpoint-4"], "3 is in cold"
         assert folder.steps == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_source_stays_while_the_only_replica_is_damaged_or_lost(tmp_path: Path, is_lost: bool) -> None:
+    async with watched(tmp_path, source="remove") as folder:
+        for step in (1, 2):
+            save_hf(folder.out, step, Writer())
+            await folder.look()
+        replica = folder.rooms.folder(HOT, checkpoint_id(RUN, 1, 1))
+        if is_lost:
+            shutil.rmtree(replica)
+            await folder.rooms.list_tiers(HOT)
+        else:
+            largest = max(replica.iterdir(), key=lambda path: path.stat().st_size)
+            largest.write_bytes(bytes(largest.stat().st_size))
+            await Scrubber(folder.rooms.context, folder.rooms.hot).run_once()
+        assert folder.steps == [2]
+        await folder.look()
+        assert sorted(os.listdir(folder.out)) == ["checkpoint-1", "checkpoint-2"]
 
 
 async def test_of_two_daemons_over_one_folder_and_one_cold_tier_one_adopts_and_the_other_takes_over(
