@@ -90,9 +90,9 @@ async def next_sequence(
     """The sequence of the run's next checkpoint: one more than the highest in any tier. `in_memory`: the highest
     number of a snapshot that is being written; 0 when there is none.
 
-    A cold tier may have newer ones than hot, which was full, or is new while the trainers live on. So one that was not
-    listed since the start is listed first, and if no checkpoint of the run is known, also one that could not be listed.
-    A tier that cannot be listed in time is left out.
+    A cold tier may have newer ones than hot, which was full, or is new while the trainers live on. So the run is listed
+    first in each cold tier that was not listed since the start, once. If no checkpoint of the run is known, also in one
+    that could not be listed. A tier that does not answer in time is left out.
     """
 
     async def list_in(tier: Tier) -> None:
@@ -104,7 +104,10 @@ async def next_sequence(
 
     is_new = catalog.sequence_max(run) == 0
     unknown = [tier for tier in cold if not catalog.tiers[tier.name].is_known]
-    unlisted = [tier for tier in unknown if is_new or catalog.tiers[tier.name].error == NOT_LISTED_YET]
+    not_yet = {tier.name for tier in unknown if catalog.tiers[tier.name].error == NOT_LISTED_YET}
+    asked = catalog.asked_for_sequence.setdefault(run, set())
+    unlisted = [tier for tier in unknown if is_new or tier.name in not_yet - asked]
+    asked |= not_yet
     await asyncio.gather(*map(list_in, unlisted))
     return max(catalog.sequence_max(run), in_memory(run)) + 1
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd import listing
 from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.health import Diagnosis
@@ -235,6 +236,26 @@ async def test_hot_is_tried_again_while_a_copy_to_cold_goes_on(rooms: Rooms, mon
     assert rooms.steps("hot") == [7]
 
 
+async def test_a_commit_in_cold_while_hot_is_asked_for_room_counts(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the snapshot is reported as lost if a newer one is complete."""
+    answers: list[int] = [0]
+
+    async def free() -> int:
+        if answers:
+            return answers.pop()
+        while rooms.steps("cold") != [7] or not rooms.sent:
+            await asyncio.sleep(0.01)
+        return 1 << 30
+
+    monkeypatch.setattr(rooms.hot_store, "free_bytes", free)
+    snapshot_set = refused(rooms, 7)
+    snapshot_set.is_hot_full = True
+    assert await WriteThrough(rooms.context).run_once()
+    assert states(snapshot_set) == {SlotState.RETAINED}
+
+
 def slow_puts(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy polls several times while a cold tier writes one file."""
     monkeypatch.setattr(write_through, "POLL_S", 0.01)
@@ -342,3 +363,24 @@ async def test_what_was_written_through_before_is_not_doubted_once_it_is_sent_ag
         assert await rooms.persister().run_once()
         assert rooms.steps("hot") == [1]
         assert rooms.catalog.shared_generations() == {}
+
+
+async def test_a_cold_tier_that_does_not_answer_after_a_restart_delays_a_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await write_through_two(tmp_path)
+    monkeypatch.setattr(listing, "SEQUENCE_TIMEOUT_S", 0.01)
+    listings = 0
+
+    async def hangs(*arguments: object, **options: object) -> None:
+        nonlocal listings
+        listings += 1
+        await asyncio.Event().wait()
+
+    async with rooms_at(tmp_path, cold=("cold",)) as rooms:
+        await rooms.list_tiers("hot")
+        monkeypatch.setattr(rooms.cold["cold"].store, "list", hangs)
+        for step in (4, 5, 6):
+            rooms.seal(step)
+            assert await rooms.persister().run_once()
+        assert (rooms.steps("hot"), listings) == ([6, 5, 4, 1], 1)

@@ -112,7 +112,8 @@ class WriteThrough:
         }
         try:
             while writing and not (is_durable and (clock() >= deadline_s or self._newest(tried) is not None)):
-                if is_waiting_for_room and not is_durable and await self._space.has_room(size_bytes):
+                has_room = is_waiting_for_room and not is_durable and await self._space.has_room(size_bytes)
+                if has_room and not any(task.done() for task in writing):  # one may just have committed
                     log.info("hot has room for %s again", snapshot_set.id)
                     snapshot_set.refused_by.discard(HOT)
                     break
