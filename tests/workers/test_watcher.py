@@ -27,14 +27,15 @@ from tests.support.other_user import OtherUser, needs_root, open_folder
 from tests.support.rooms import Rooms, rooms_at
 from tests.support.small_disk import small_disk
 from tierd.config import ColdConfig, DaemonConfig, LifecycleConfig, TierPolicy, WatchConfig
+from tierd.format import layout
 from tierd.format.ids import Run, checkpoint_id
+from tierd.format.signature import new_key, parse_keys
 from tierd.lifecycle.policy import HOT
 from tierd.transfer import watched_folder
 from tierd.transfer.adopted_output import AdoptedOutput
 from tierd.transfer.adoption import read_tree
 from tierd.workers import watch_claim, watcher
 from tierd.workers.hot_space import no_room
-from tierd.workers.scrubber import Scrubber
 from tierd.workers.watcher import Watcher
 
 RUN = Run("hf")
@@ -106,7 +107,7 @@ class Watched:
 
 @asynccontextmanager
 async def watched(root: Path, *, preset: str = "hf-trainer", **keys: object) -> AsyncIterator[Watched]:
-    sections = {name: keys.pop(name) for name in ("cold", "lifecycle", "daemon", "hot") if name in keys}
+    sections = {name: keys.pop(name) for name in ("cold", "lifecycle", "daemon", "hot", "keyring") if name in keys}
     path = keys.pop("path", root / "out")
     config = WatchConfig(path=str(path), run=RUN, preset=preset, **keys)  # pyright: ignore[reportArgumentType]
     clock = Clock()
@@ -417,20 +418,21 @@ async def test_sources_are_removed_once_every_tier_that_keeps_them_has_them_but_
         assert folder.steps == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-async def test_a_source_stays_while_the_only_replica_is_damaged_or_lost(tmp_path: Path, is_lost: bool) -> None:
-    async with watched(tmp_path, source="remove") as folder:
+@pytest.mark.parametrize("how", ["damaged", "lost", "foreign"])
+async def test_a_source_stays_while_the_only_replica_is_damaged_lost_or_foreign(tmp_path: Path, how: str) -> None:
+    keyring = parse_keys(new_key().line, where="test") if how == "foreign" else None
+    async with watched(tmp_path, source="remove", keyring=keyring) as folder:
         for step in (1, 2):
             save_hf(folder.out, step, Writer())
             await folder.look()
-        replica = folder.rooms.folder(HOT, checkpoint_id(RUN, 1, 1))
-        if is_lost:
-            shutil.rmtree(replica)
-            await folder.rooms.list_tiers(HOT)
+        manifest = folder.rooms.folder(HOT, checkpoint_id(RUN, 1, 1)) / layout.MANIFEST
+        if how == "lost":
+            shutil.rmtree(manifest.parent)
+        elif how == "damaged":
+            manifest.write_bytes(b"{")
         else:
-            largest = max(replica.iterdir(), key=lambda path: path.stat().st_size)
-            largest.write_bytes(bytes(largest.stat().st_size))
-            await Scrubber(folder.rooms.context, folder.rooms.hot).run_once()
+            manifest.write_bytes(manifest.read_bytes() + b" ")
+        await folder.rooms.list_tiers(HOT)
         assert folder.steps == [2]
         await folder.look()
         assert sorted(os.listdir(folder.out)) == ["checkpoint-1", "checkpoint-2"]
