@@ -33,6 +33,7 @@ class Catalog:
         self.awaited: dict[str, dict[Run, tuple[CheckpointId, list[int]]]] = {}
         """By tier: the oldest checkpoint of each run there that waits for the parts of these ranks, of other nodes."""
         self.everywhere_created: dict[Run, str] = {}  # its `created_at`, as far as it is known
+        self.asked_for_sequence: dict[Run, set[str]] = {}  # the tiers in which it was listed because of its sequence
         self._sent_parts: dict[tuple[str, CheckpointId], NodeFile | None] = {}  # by tier; None: deleted there
         self.tiers: dict[str, TierKnowledge] = {name: TierKnowledge() for name in tiers}
 
@@ -127,6 +128,7 @@ class Catalog:
         self._generations.pop(run, None)
         self.everywhere.pop(run, None)
         self.everywhere_created.pop(run, None)
+        self.asked_for_sequence.pop(run, None)
         self.claims.forget(run)
 
     def enter_listing(

@@ -12,8 +12,8 @@ from tierd.format.ids import CheckpointId, Run, generation_limit
 
 
 class Claims:
-    """`written_here`: checkpoints that this daemon has committed or copied. `are_signed`: the tiers are read with a
-    key, so that only what is signed is listed."""
+    """`written_here`: checkpoints that this daemon has committed, copied or has in memory. `are_signed`: the tiers are
+    read with a key, so that only what is signed is listed."""
 
     def __init__(self) -> None:
         self.written_here: set[CheckpointId] = set()
@@ -98,18 +98,19 @@ class Claims:
         return {c: why for c, why in not_written.items() if c.generation == max(self._claimed_here[c.run])}
 
     def _not_written_here(self, is_in_hot: Mapping[CheckpointId, bool]) -> dict[CheckpointId, str]:
-        """The checkpoints of generations claimed here that are newer than the newest in hot of their generation and
-        that this daemon has not written, each with the reason."""
-        newest_in_hot: dict[tuple[Run, int], int] = {}
-        for checkpoint in filter(is_in_hot.__getitem__, is_in_hot):
-            timeline = (checkpoint.run, checkpoint.generation)
-            newest_in_hot[timeline] = max(checkpoint.step, newest_in_hot.get(timeline, -1))
+        """The checkpoints of generations claimed here that are newer than the newest of their generation that is in hot
+        or written by this daemon, each with the reason."""
+        newest_here: dict[tuple[Run, int], int] = {}
+        for checkpoint, is_hot in is_in_hot.items():
+            if is_hot or checkpoint in self.written_here:
+                timeline = (checkpoint.run, checkpoint.generation)
+                newest_here[timeline] = max(checkpoint.step, newest_here.get(timeline, -1))
         reasons: dict[CheckpointId, str] = {}
         for checkpoint, is_hot in is_in_hot.items():
             run, generation = checkpoint.run, checkpoint.generation
             if is_hot or checkpoint in self.written_here or generation not in self._claimed_here.get(run, ()):
                 continue
-            if checkpoint.step > newest_in_hot.get((run, generation), checkpoint.step):
+            if checkpoint.step > newest_here.get((run, generation), checkpoint.step):
                 reasons[checkpoint] = (
                     f"{checkpoint}: this node runs generation {generation} and has not written it: another node may "
                     "hold the same generation, or it is forged"

@@ -36,7 +36,7 @@ from tierd.config_file import check_user
 from tierd.config_reload import reloaded
 from tierd.context import DaemonContext
 from tierd.descriptors import raise_descriptor_limit
-from tierd.errors import BadConfig, LockHeld, TierdError
+from tierd.errors import LockHeld, TierdError
 from tierd.format import layout, wire
 from tierd.format.digest import preferred
 from tierd.format.ids import Run
@@ -291,7 +291,7 @@ class _Daemon:
     async def _reload(self) -> None:
         try:
             fresh = await asyncio.to_thread(self._read_config)
-        except BadConfig as error:
+        except Exception as error:  # broad: as of a deleted working directory, which must not end the daemon
             log.error("SIGHUP: the config was not changed: %s", error)
             return
         self._config = reloaded(self._config, fresh)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 
 from tierd.catalog import Catalog
-from tierd.catalog_entry import SentParts
+from tierd.catalog_entry import NOT_LISTED_YET, SentParts
 from tierd.errors import Corrupt, Foreign, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, Generation, Run
@@ -90,8 +90,9 @@ async def next_sequence(
     """The sequence of the run's next checkpoint: one more than the highest in any tier. `in_memory`: the highest
     number of a snapshot that is being written; 0 when there is none.
 
-    If no checkpoint of the run is known, the hot disk may be new while the trainers live on: then each cold tier that
-    was not listed since the start is listed first. One that cannot be listed in time is left out.
+    A cold tier may have newer ones than hot, which was full, or is new while the trainers live on. So the run is listed
+    first in each cold tier that was not listed since the start, once. If no checkpoint of the run is known, also in one
+    that could not be listed. A tier that does not answer in time is left out.
     """
 
     async def list_in(tier: Tier) -> None:
@@ -99,10 +100,15 @@ async def next_sequence(
             async with asyncio.timeout(SEQUENCE_TIMEOUT_S):
                 await refresh_run(catalog, tier, run, identities)
         except Exception as error:  # broad: whatever the cause, hot does not wait for a cold tier
-            log.warning("commit the first checkpoint of %s without a listing of %s: %s", run, tier.name, error)
+            log.warning("commit a checkpoint of %s without a listing of %s: %s", run, tier.name, error)
 
-    if catalog.sequence_max(run) == 0:
-        await asyncio.gather(*(list_in(tier) for tier in cold if not catalog.tiers[tier.name].is_known))
+    is_new = catalog.sequence_max(run) == 0
+    unknown = [tier for tier in cold if not catalog.tiers[tier.name].is_known]
+    not_yet = {tier.name for tier in unknown if catalog.tiers[tier.name].error == NOT_LISTED_YET}
+    asked = catalog.asked_for_sequence.setdefault(run, set())
+    unlisted = [tier for tier in unknown if is_new or tier.name in not_yet - asked]
+    asked |= not_yet
+    await asyncio.gather(*map(list_in, unlisted))
     return max(catalog.sequence_max(run), in_memory(run)) + 1
 
 

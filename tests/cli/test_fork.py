@@ -52,6 +52,15 @@ def test_fork_refuses_what_would_be_no_new_run(house: House) -> None:
     assert list(house.hot.rglob("milestone-*")) == []
 
 
+def test_fork_is_refused_where_its_milestone_would_lead_to_another_checkpoint(house: House) -> None:
+    make_checkpoint(house.hot, step=100)
+    make_checkpoint(house.hot, step=200, sequence=2)
+    for first, second in (("new", "new"), ("x" * 59 + "-a", "x" * 59 + "-b")):
+        assert house.tierd("fork", "--run", "run42", "--step", "200", "--as", first).exit_code == 0
+        result = house.tierd("fork", "--run", "run42", "--step", "100", "--as", second)
+        assert (result.exit_code, "is of run42/000000000200-g0001" in result.stderr) == (15, True), result.output
+
+
 def test_training_of_the_fork_begins_there_and_its_parent_does_not_expire(tmp_path: Path) -> None:
     with Daemon(tmp_path, more=KEEP_ONE) as daemon, Trainer() as trainer:
         trainer.connect(daemon.socket, "base")

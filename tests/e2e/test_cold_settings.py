@@ -59,6 +59,18 @@ def test_reload_names_keys_that_need_a_restart_and_ignores_an_invalid_file(tmp_p
         assert daemon.stop() == 0
 
 
+def test_a_reload_that_fails_in_any_way_ends_no_daemon(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon:
+        text = daemon.config.read_text()
+        daemon.config.write_text(text + '[[watch]]\npath = "a\\u0000b"\nrun = "w"\npreset = "dcp"\n')
+        daemon.signal(signal.SIGHUP)
+        daemon.wait_log("SIGHUP: the config was not changed: ")
+        daemon.config.write_text(text)
+        daemon.signal(signal.SIGHUP)
+        daemon.wait_log("SIGHUP: the config has not changed")
+        assert daemon.stop() == 0
+
+
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -307,3 +308,28 @@ async def test_without_examinations_nobody_waits_for_a_verdict(tmp_path: Path) -
         rooms.seal(1, [b"state"], node=NODE, world_size=2, number=1)
         await rooms.persister().run_once()
         assert told(rooms) == [(1, True)]
+
+
+async def test_a_verdict_that_comes_during_a_copy_from_memory_reaches_the_cold_tier(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer snapshot is complete when the copy ends, so the slots are released at once."""
+    await rooms.look()
+    snapshot_set = rooms.seal(1, [shard(math.nan)])
+    snapshot_set.refused_by.add("hot")
+    worker, real_put = examiner(rooms), rooms.cold["cold"].store.put
+
+    async def put(*arguments: Any, **options: Any) -> Any:
+        await worker.run_once()
+        assert snapshot_set.diagnosis is not None
+        rooms.seal(2, [shard(1.0)])
+        return await real_put(*arguments, **options)
+
+    monkeypatch.setattr(rooms.cold["cold"].store, "put", put)
+    assert await WriteThrough(rooms.context).run_once()
+    list(rooms.memory.release(RUN))
+    await worker.run_once()
+    assert markers(rooms, "cold", 1) == ["unhealthy.json"]
+    entry = rooms.catalog.get(checkpoint_id(RUN, 1, 1))
+    assert entry is not None
+    assert entry.healthy is False

@@ -27,7 +27,9 @@ from tests.support.other_user import OtherUser, needs_root, open_folder
 from tests.support.rooms import Rooms, rooms_at
 from tests.support.small_disk import small_disk
 from tierd.config import ColdConfig, DaemonConfig, LifecycleConfig, TierPolicy, WatchConfig
+from tierd.format import layout
 from tierd.format.ids import Run, checkpoint_id
+from tierd.format.signature import new_key, parse_keys
 from tierd.lifecycle.policy import HOT
 from tierd.transfer import watched_folder
 from tierd.transfer.adopted_output import AdoptedOutput
@@ -105,7 +107,7 @@ class Watched:
 
 @asynccontextmanager
 async def watched(root: Path, *, preset: str = "hf-trainer", **keys: object) -> AsyncIterator[Watched]:
-    sections = {name: keys.pop(name) for name in ("cold", "lifecycle", "daemon", "hot") if name in keys}
+    sections = {name: keys.pop(name) for name in ("cold", "lifecycle", "daemon", "hot", "keyring") if name in keys}
     path = keys.pop("path", root / "out")
     config = WatchConfig(path=str(path), run=RUN, preset=preset, **keys)  # pyright: ignore[reportArgumentType]
     clock = Clock()
@@ -414,6 +416,26 @@ async def test_sources_are_removed_once_every_tier_that_keeps_them_has_them_but_
         await folder.look()
         assert sorted(os.listdir(folder.out)) == ["checkpoint-4"], "3 is in cold"
         assert folder.steps == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("how", ["damaged", "lost", "foreign"])
+async def test_a_source_stays_while_the_only_replica_is_damaged_lost_or_foreign(tmp_path: Path, how: str) -> None:
+    keyring = parse_keys(new_key().line, where="test") if how == "foreign" else None
+    async with watched(tmp_path, source="remove", keyring=keyring) as folder:
+        for step in (1, 2):
+            save_hf(folder.out, step, Writer())
+            await folder.look()
+        manifest = folder.rooms.folder(HOT, checkpoint_id(RUN, 1, 1)) / layout.MANIFEST
+        if how == "lost":
+            shutil.rmtree(manifest.parent)
+        elif how == "damaged":
+            manifest.write_bytes(b"{")
+        else:
+            manifest.write_bytes(manifest.read_bytes() + b" ")
+        await folder.rooms.list_tiers(HOT)
+        assert folder.steps == [2]
+        await folder.look()
+        assert sorted(os.listdir(folder.out)) == ["checkpoint-1", "checkpoint-2"]
 
 
 async def test_of_two_daemons_over_one_folder_and_one_cold_tier_one_adopts_and_the_other_takes_over(

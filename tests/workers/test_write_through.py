@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd import listing
 from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.health import Diagnosis
-from tierd.format.ids import Rank, checkpoint_id
+from tierd.format.ids import Generation, Rank, checkpoint_id
 from tierd.memory.slot import SlotState
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.workers import write_through
@@ -235,6 +236,26 @@ async def test_hot_is_tried_again_while_a_copy_to_cold_goes_on(rooms: Rooms, mon
     assert rooms.steps("hot") == [7]
 
 
+async def test_a_commit_in_cold_while_hot_is_asked_for_room_counts(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the snapshot is reported as lost if a newer one is complete."""
+    answers: list[int] = [0]
+
+    async def free() -> int:
+        if answers:
+            return answers.pop()
+        while rooms.steps("cold") != [7] or not rooms.sent:
+            await asyncio.sleep(0.01)
+        return 1 << 30
+
+    monkeypatch.setattr(rooms.hot_store, "free_bytes", free)
+    snapshot_set = refused(rooms, 7)
+    snapshot_set.is_hot_full = True
+    assert await WriteThrough(rooms.context).run_once()
+    assert states(snapshot_set) == {SlotState.RETAINED}
+
+
 def slow_puts(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy polls several times while a cold tier writes one file."""
     monkeypatch.setattr(write_through, "POLL_S", 0.01)
@@ -278,3 +299,88 @@ async def test_a_copy_to_cold_goes_on_when_the_free_space_of_hot_is_not_known(
     snapshot_set.is_hot_full = True
     assert await WriteThrough(rooms.context).run_once()
     assert rooms.steps("cold") == [7]
+
+
+# ── after a restart of the daemon ──
+
+
+async def write_through_two(tmp_path: Path) -> None:
+    """Leaves step 1 in hot, which was full then, and steps 2 and 3 in cold only."""
+    async with rooms_at(tmp_path, cold=("cold",)) as rooms:
+        await rooms.look()
+        rooms.seal(1)
+        assert await rooms.persister().run_once()
+        await rooms.context.claim(rooms.hot, RUN, Generation(1), rooms.context.new_claim())
+        for step in (2, 3):
+            rooms.seal(step).refused_by.add("hot")
+            assert await WriteThrough(rooms.context).run_once()
+        assert (rooms.steps("hot"), rooms.steps("cold")) == ([1], [3, 2])
+
+
+def manifest_of(rooms: Rooms, tier: str, step: int) -> bytes:
+    return (rooms.folder(tier, checkpoint_id(RUN, step, 1)) / layout.MANIFEST).read_bytes()
+
+
+async def test_a_snapshot_that_is_in_cold_only_gets_the_same_manifest_in_hot(tmp_path: Path) -> None:
+    """Its trainer sends it again before cold is listed. Two manifests of one checkpoint halt all deletions."""
+    await write_through_two(tmp_path)
+    async with rooms_at(tmp_path, cold=("cold",)) as rooms:
+        await rooms.list_tiers("hot")
+        rooms.seal(3, resent=True)
+        assert await rooms.persister().run_once()
+        assert manifest_of(rooms, "hot", 3) == manifest_of(rooms, "cold", 3)
+        newest = rooms.seal(4)
+        assert await rooms.persister().run_once()
+        assert newest.manifest is not None
+        assert newest.manifest.sequence == 4
+
+
+@pytest.mark.parametrize("listed", [("hot", "dr"), ("hot", "cold", "dr")])
+async def test_a_snapshot_that_is_in_one_cold_tier_gets_no_other_manifest_in_another(
+    tmp_path: Path, listed: tuple[str, ...]
+) -> None:
+    await write_through_two(tmp_path)
+    async with rooms_at(tmp_path, cold=("cold", "dr")) as rooms:
+        await rooms.list_tiers(*listed)
+        resent = rooms.seal(3, resent=True)
+        resent.refused_by.add("hot")
+        assert not await WriteThrough(rooms.context).run_once()
+        assert rooms.steps("dr") == []
+        assert "replicate" not in {incident["stage"] for incident in rooms.incidents.recent()}
+        assert await WriteThrough(rooms.context).run_once(), "it is the persister's again"
+        assert await rooms.persister().run_once()
+        assert [message.tier for message in rooms.sent if isinstance(message, wire.Replicated)] == ["cold"]
+        assert states(resent) == {SlotState.RETAINED}
+
+
+async def test_what_was_written_through_before_is_not_doubted_once_it_is_sent_again(tmp_path: Path) -> None:
+    """Deletions in cold were halted, because another node seemed to hold the generation."""
+    await write_through_two(tmp_path)
+    async with rooms_at(tmp_path, cold=("cold",)) as rooms:
+        await rooms.look()
+        assert {checkpoint.step for _, checkpoint in rooms.catalog.shared_generations()} == {2, 3}
+        rooms.seal(3, resent=True)
+        assert await rooms.persister().run_once()
+        assert rooms.steps("hot") == [1]
+        assert rooms.catalog.shared_generations() == {}
+
+
+async def test_a_cold_tier_that_does_not_answer_after_a_restart_delays_a_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await write_through_two(tmp_path)
+    monkeypatch.setattr(listing, "SEQUENCE_TIMEOUT_S", 0.01)
+    listings = 0
+
+    async def hangs(*arguments: object, **options: object) -> None:
+        nonlocal listings
+        listings += 1
+        await asyncio.Event().wait()
+
+    async with rooms_at(tmp_path, cold=("cold",)) as rooms:
+        await rooms.list_tiers("hot")
+        monkeypatch.setattr(rooms.cold["cold"].store, "list", hangs)
+        for step in (4, 5, 6):
+            rooms.seal(step)
+            assert await rooms.persister().run_once()
+        assert (rooms.steps("hot"), listings) == ([6, 5, 4, 1], 1)

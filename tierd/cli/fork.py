@@ -47,6 +47,12 @@ async def fork(
                 f"fork {chosen} as {child}: that run has checkpoints, the newest is {existing[0].id}",
                 hint="choose a name that no run has: `tierd runs`",
             )
+        of_run = tiers.catalog.entries(chosen.run)
+        if others := [each.id for each in of_run if name in each.all_milestones and each.id != chosen]:
+            raise TargetNotEmpty(
+                f"fork {chosen} as {child}: the milestone {name} is of {others[0]}, and the training would begin there",
+                hint="give the fork another name",
+            )
         entry = tiers.catalog.get(chosen)
         if entry is not None and entry.manifest.is_adopted:
             raise Unsupported(

@@ -18,9 +18,10 @@ from tierd.backoff import backoff_s
 from tierd.catalog_entry import NOT_LISTED_YET
 from tierd.config import WatchConfig
 from tierd.context import DaemonContext
-from tierd.decisions import waiting
+from tierd.decisions import lost, waiting
 from tierd.errors import Full, NotFound, TargetNotEmpty, TierdError, TierUnreachable, Transient
 from tierd.format.ids import Run, check_run
+from tierd.format.layout import parse_key
 from tierd.format.text import printable
 from tierd.lifecycle.watched import Listed, Verdicts, beside_name, is_name, judge, misfit, preset_of
 from tierd.report import WatchReport
@@ -322,14 +323,20 @@ class Watcher:
 
     async def _remove_sources(self) -> None:
         """Delete what was adopted there, but the newest, once every tier that keeps it has it. What no tier keeps goes
-        too: the policy has given it up."""
+        too: the policy has given it up. What was lost or is foreign now stays, and all of it while a replica cannot be
+        read."""
         context = self._context
         adopted = sorted(
             (name for name, seen in self._seen.items() if seen.is_adopted and seen.is_done), key=self._preset.step_of
         )
-        if not adopted or self._holder or context.catalog.unlisted():
+        catalog, config = context.catalog, context.config
+        is_halted = catalog.unlisted() or self.run in {checkpoint.run for _, checkpoint in catalog.unreadable()}
+        if not adopted or self._holder or is_halted:
             return
-        steps = {checkpoint.step for each in waiting(context.catalog, context.config).values() for checkpoint in each}
+        steps = {checkpoint.step for each in waiting(catalog, config).values() for checkpoint in each}
+        gone = [each for tier in context.tiers for each in lost(catalog, config, tier)]
+        gone += [each for _, key in catalog.foreign() if (each := parse_key(key)) is not None]
+        steps |= {each.step for each in gone if each.run == self.run}
         is_newest_held = any(entry.id.step == self._preset.step_of(adopted[-1]) for entry in self._stored.entries())
         trees = {name: tree for name in adopted if (tree := self._seen[name].tree) is not None}
         kept = {adopted[-1], max(trees, key=lambda name: trees[name].modified_ns, default="")}

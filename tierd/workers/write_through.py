@@ -77,7 +77,6 @@ class WriteThrough:
             snapshot_set.failures += not is_durable
             snapshot_set.move(SlotEvent.PERSISTED if is_durable else SlotEvent.PERSIST_FAILED)
         if not is_durable and HOT not in snapshot_set.refused_by:
-            log.info("hot has room for %s again", snapshot_set.id)
             self._context.notify.space_freed()
         if is_durable:
             self._context.metrics.snapshots_total.labels(run=snapshot_set.id.run, outcome="written_through").inc()
@@ -94,6 +93,10 @@ class WriteThrough:
             context.identities,
             in_memory=self._memory.sequence_max,
         )
+        entry = self._catalog.get(snapshot_set.id)
+        if entry is not None and entry.manifest != snapshot_set.manifest:
+            snapshot_set.refused_by.discard(HOT)  # a former daemon has committed it: the persister compares the two
+            return False
         # A former attempt may have left its manifest in hot, and one checkpoint has one manifest.
         manifest = snapshot_set.manifest = snapshot_set.manifest or context.make_manifest(
             snapshot_set, sequence=sequence
@@ -109,7 +112,9 @@ class WriteThrough:
         }
         try:
             while writing and not (is_durable and (clock() >= deadline_s or self._newest(tried) is not None)):
-                if is_waiting_for_room and not is_durable and await self._space.has_room(size_bytes):
+                has_room = is_waiting_for_room and not is_durable and await self._space.has_room(size_bytes)
+                if has_room and not any(task.done() for task in writing):  # one may just have committed
+                    log.info("hot has room for %s again", snapshot_set.id)
                     snapshot_set.refused_by.discard(HOT)
                     break
                 done, writing = await asyncio.wait(writing, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -145,6 +150,10 @@ class WriteThrough:
                 await copy_checkpoint(
                     manifest, source, cold, milestones=milestones, is_healthy=is_healthy, progress=count_written
                 )
+            if is_healthy is None and (diagnosis := snapshot_set.diagnosis) is not None:
+                # It came during the copy. The slots may be released next, and then nobody writes it.
+                is_healthy = diagnosis.healthy
+                await cold.mark_diagnosis(manifest.id, diagnosis)
         except TierdError as error:
             snapshot_set.refused_by.add(cold.name)
             self._context.incidents.record(self.name, error, manifest.id)

@@ -48,7 +48,9 @@ def restore_replica(
                 read(replica)
         except Corrupt as error:
             skip_error = error
-            if replica is not None and not replica.fetch_failed:
+            if replica is not None and replica.may_change:
+                log.warning("tierd: %s was replaced in memory while it was read", replica.manifest.id)
+            elif replica is not None and not replica.fetch_failed:
                 log.error("tierd: %s; trying the next replica", error.message)
                 step, run = replica.manifest.step, replica.manifest.run
                 (reports or session).report("corrupt", step, run=run, tier=replica.tier, detail=error.message)

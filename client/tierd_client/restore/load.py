@@ -37,17 +37,19 @@ _HINT = "the restore goes on from another replica; see docs/RUNBOOK.md#corrupt-c
 class SourceFile:
     """One file of a checkpoint: an open descriptor, which the caller closes, and its entry in the manifest.
 
-    `name` is used in messages. Raises Corrupt when the file is shorter than its entry says.
+    `name` is used in messages. `may_change`: it is memory that another process may write into; each read is verified
+    then, and what was verified is what is used. Raises Corrupt when the file is shorter than its entry says.
     """
 
-    def __init__(self, name: str, fd: int, entry: FileEntry) -> None:
+    def __init__(self, name: str, fd: int, entry: FileEntry, *, may_change: bool = False) -> None:
         self.name = name
         self.entry = entry
         self._fd = fd
         size_bytes = os.fstat(fd).st_size
         if size_bytes < entry.size_bytes:
             raise Corrupt(f"read {name}: {size_bytes} bytes, expected {entry.size_bytes}", hint=_HINT)
-        self._mapping = map_to_read(fd, entry.size_bytes) if is_sealed(fd) and entry.size_bytes else None
+        is_mapped = not may_change and is_sealed(fd) and entry.size_bytes
+        self._mapping = map_to_read(fd, entry.size_bytes) if is_mapped else None
         self._verified: set[int] = set()  # chunks of the mapping, whose bytes cannot change
         self._shard: Shard | None = None
 

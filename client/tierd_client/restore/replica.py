@@ -21,6 +21,7 @@ from tierd.format.manifest import Manifest
 from tierd.format.shard import Shard
 from tierd_client.log import log
 from tierd_client.restore.load import ReadPlan, SourceFile, read_headers
+from tierd_client.restore.node_choice import MEMORY
 from tierd_client.session import DaemonSession
 from tierd_client.state.encoding import Json
 from tierd_client.state.rank_local import RankLocal
@@ -61,7 +62,8 @@ class Replica(AbstractContextManager["Replica"]):
 
     `session` is set when the daemon has fetched only the headers from a cold tier: `read` then requests the chunks that
     it needs, with the same `excluded` replicas. `fetch_failed`: that request failed; the daemon has recorded why.
-    `report`: what `read_into_state` has restored.
+    `report`: what `read_into_state` has restored. `may_change`: it is in the memory of another run, whose trainers may
+    write into its slots while they are read.
     """
 
     tier: str
@@ -71,6 +73,7 @@ class Replica(AbstractContextManager["Replica"]):
     excluded: Sequence[str] = ()
     fetch_failed: bool = False
     report: RestoreReport | None = None
+    may_change: bool = False
 
     def __exit__(self, *_: object) -> None:
         close_all(self.descriptors)
@@ -79,7 +82,7 @@ class Replica(AbstractContextManager["Replica"]):
     def files(self) -> list[SourceFile]:
         """Its shards, open until the `with` block ends. Raises Corrupt when a file is too short."""
         return [
-            SourceFile(f"{self.manifest.id}/{entry.name} in {self.tier}", descriptor, entry)
+            SourceFile(f"{self.manifest.id}/{entry.name} in {self.tier}", descriptor, entry, may_change=self.may_change)
             for entry, descriptor in zip(self.manifest.files, self.descriptors, strict=True)
         ]
 
@@ -160,7 +163,14 @@ def find_replica(
         **asdict(request),
     )
     answer, found, descriptors = hand_over(session, message, manifest.decode)
-    return Replica(answer.tier, found, descriptors, session if answer.is_part else None, tuple(excluded))
+    return Replica(
+        answer.tier,
+        found,
+        descriptors,
+        session if answer.is_part else None,
+        tuple(excluded),
+        may_change=answer.tier == MEMORY and session.hello.rank is None,
+    )
 
 
 class Decode(Protocol[Handed_co]):

@@ -14,6 +14,7 @@ import tierd_client
 import torch
 import torch.distributed as dist
 from tierd_client import BadConfig, NotFound, TargetNotEmpty, TierUnreachable, TrainingState
+from tierd_client.restore import replica
 from tierd_client.restore.resume import ResumePolicy, parse_resume
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -186,6 +187,43 @@ def test_killed_fine_tuning_goes_on_with_its_own_checkpoints_by_the_same_command
         assert (found.run, found.step, found.tier, moments) == (run, 4, "memory", [4] * 4)
         assert not found.report.mismatched
         assert losses + second.apply(fit, 2) == expected
+
+
+def _restore_slowly(training: Training, folder: Path, run: str) -> tuple[str, int]:
+    """Waits between the headers and the tensors, once, until the test has made the file `go`."""
+    real = replica.read_headers
+
+    def read_headers(files: Any) -> Any:
+        headers = real(files)
+        if not (folder / "begun").exists():
+            (folder / "begun").touch()
+            wait_until((folder / "go").exists, "the other run's snapshots")
+        return headers
+
+    replica.read_headers = read_headers  # this process ends with the test
+    found = training.restore(resume=f"run:{run}")
+    assert found is not None
+    return found.tier, found.step
+
+
+def test_memory_that_the_other_run_writes_into_meanwhile_is_not_restored(
+    daemon: Daemon, run: str, tmp_path: Path
+) -> None:
+    """Its trainers train on, and use the slot again that is being read. The header says step 1, the tensors step 5."""
+    with Trainer() as base, Trainer(seed=2) as fork:
+        base.connect(daemon.socket, f"{run}-base")
+        base.train(1)
+        base.durable()
+        fork.connect(daemon.socket, run)
+        fork.begin("apply", _restore_slowly, tmp_path, f"{run}-base")
+        wait_until((tmp_path / "begun").exists, "the headers")
+        for _ in range(4):
+            base.train(1)
+            base.durable()
+        (tmp_path / "go").touch()
+        assert fork.end() == ("memory", 5)
+        assert fork.digest() == base.digest()
+        assert "corrupt" not in {failure["kind"] for failure in daemon.status()["failures"]}, "nothing is damaged"
 
 
 def test_killed_before_its_first_snapshot_it_begins_at_the_other_run_again(daemon: Daemon, run: str) -> None:
