@@ -380,6 +380,6 @@ class Watcher:
             pending=len(self._complete_s),
             newest_step=self._newest if self._newest >= 0 else None,
             waiting=lines(waiting_lines),
-            notes=lines([*self._findings.missed, *self._findings.notes, *left_alone]),
+            notes=lines([*self._findings.note_lines(), *left_alone]),
             problems=self._findings.problem_lines(),
         )
