@@ -368,7 +368,7 @@ async def test_a_run_of_tierds_client_adopts_nothing(tmp_path: Path) -> None:
         await folder.rooms.list_tiers()
         save_hf(folder.out, 5, Writer())
         await folder.look()
-        assert "that run is of tierd's client" in folder.problems[0]
+        assert f"adopt into {RUN}: tierd's client writes that run" in folder.problems[0]
         assert folder.steps == [3]
 
 

@@ -150,7 +150,7 @@ def _print(report: StatusReport, settings: Settings) -> None:
                 _count(tier),
                 "" if tier.used_bytes is None else size(tier.used_bytes),
                 "" if tier.free_bytes is None else size(tier.free_bytes),
-                tier.url + (f"  {_place_problem(tier)}" if tier.error else ""),
+                tier.url + (f"  {_place_problem(tier, tier.error)}" if tier.error else ""),
             ]
             for tier in report.tiers
         ],
@@ -206,9 +206,9 @@ def _watch_problems(report: StatusReport) -> list[str]:
     return [problem for watch in report.watches for problem in watch.problems]
 
 
-def _place_problem(tier: TierReport) -> str:
-    """On one line; the hint of a tier that cannot be reached is under its alarm."""
-    return f"note: {tier.error}" if tier.is_known else f"NOT REACHABLE: {tier.error.partition(' (hint: ')[0]}"
+def _place_problem(tier: TierReport, error: str) -> str:
+    """Without the hint where the tier cannot be reached: that is below its alarm."""
+    return f"note: {error}" if tier.is_known else f"NOT REACHABLE: {error.partition(' (hint: ')[0]}"
 
 
 def _with_config(command: str, settings: Settings) -> str:

@@ -256,8 +256,8 @@ class Watcher:
         if not self._verdicts.complete or NOT_LISTED_YET in catalog.unlisted().values():
             return
         try:
-            adopted_id(catalog, self.run, 0, is_lenient=True)
-        except TierdError as error:  # it is not known what the run has, or it is of tierd's client
+            adopted_id(catalog, self.run, None, is_lenient=True)
+        except TierdError as error:  # it is not known what the run has, or tierd's client writes it
             self._findings.problems[""] = error
             return
         for name, step in self._verdicts.complete.items():
