@@ -24,6 +24,7 @@ from tierd.report import (
     RunReport,
     StatusReport,
     TierReport,
+    WatchReport,
 )
 
 NOW = datetime(2025, 1, 1, 12, tzinfo=UTC)
@@ -36,9 +37,9 @@ def status(**fields: Any) -> StatusReport:
     return StatusReport(version="0", node="here", **defaults | fields)
 
 
-def failed(stage: str, kind: str, *, at: str = "2025-01-01T11:55:00+00:00") -> StatusReport:
+def failed(stage: str, kind: str, *, at: str = "2025-01-01T11:55:00+00:00", hint: str = "") -> StatusReport:
     queues = [QueueReport(tier="hot", checkpoints=1, oldest_age_s=1.0), QueueReport(tier="cold", checkpoints=1)]
-    return status(failures=[FailureReport(at=at, stage=stage, kind=kind, message="x")], queues=queues)
+    return status(failures=[FailureReport(at=at, stage=stage, kind=kind, message="x", hint=hint)], queues=queues)
 
 
 def newest(step: int, age_s: float = 1.0) -> NewestCheckpoint:
@@ -57,6 +58,10 @@ def node(**fields: Any) -> NodeReport:
     return NodeReport(ranks=[1], address="n2:9465", is_here=False, **fields)
 
 
+def watched(**fields: Any) -> WatchReport:
+    return WatchReport(path="/out", run="hf", preset="lightning", is_there=True, **fields)
+
+
 SLOW = QueueReport(tier="cold", checkpoints=0, given_up={"replaced": 3}, given_up_age_s={"replaced": 9.0})
 PART = NewestPart(ranks=[1], world_size=2, step=5, generation=1, created_at="", age_s=1801.0)
 WRONG: list[tuple[str, StatusReport]] = [
@@ -67,6 +72,9 @@ WRONG: list[tuple[str, StatusReport]] = [
     ("TierdDiskFull", failed("persist", "full")),
     ("TierdCopiesGivenUp", failed("reap", "given_up")),
     ("TierdVerifyFailed", failed("scrub", "corrupt")),
+    ("TierdUnhealthy", failed("examine", "corrupt")),
+    ("TierdStaleSnapshots", failed("examine", "corrupt", hint="docs/RUNBOOK.md#stale-snapshots")),
+    ("TierdWatchProblem", status(watches=[watched(problems=["x"])])),
     ("TierdFenced", failed("wire", "stale")),
     ("TierdBug", failed("list", "bug")),
     ("TierdNotDurable", failed("persist", "transient")),
@@ -98,6 +106,7 @@ RIGHT = [
     status(halted=["tier_unreachable: the tier itself says it"]),
     failed("wire", "full", at="2025-01-01T11:40:00+00:00"),
     failed("stage", "full"),  # memory that could not be page-locked
+    status(watches=[watched(notes=["it is not there"])]),
     of_run(pause=Pause(29.0, 30.0), tiers={"hot": newest(5)}, unhealthy_steps=[4]),
     of_run(state="finished", tiers={"hot": newest(5, 1e6)}),
     of_run(state="lost", ended_age_s=25 * 3600.0),
@@ -118,6 +127,13 @@ def test_what_is_wrong_is_named_with_its_alert_its_section_and_a_command(alert: 
 @pytest.mark.parametrize("right", RIGHT)
 def test_nothing_is_named_when_nothing_is_wrong(right: StatusReport) -> None:
     assert alarms(right, NOW) == []
+
+
+def test_checkpoint_with_nan_is_named_once_and_never_as_damaged_bytes() -> None:
+    failure = FailureReport(at="2025-01-01T11:55:00+00:00", stage="examine", kind="corrupt", message="x", run="gpt")
+    wrong = msgspec.structs.replace(of_run(unhealthy_steps=[6], tiers={"hot": newest(5)}), failures=[failure])
+    (alarm,) = alarms(wrong, NOW)
+    assert (alarm.alert, alarm.runbook) == ("TierdUnhealthy", "unhealthy-checkpoint")
 
 
 def test_a_daemon_that_is_stopped_is_continued_and_not_started_again() -> None:

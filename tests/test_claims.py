@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -125,6 +126,22 @@ async def test_former_generation_of_this_node_halts_nothing(rooms: Rooms) -> Non
     await rooms.list_tiers()
     assert not halted(rooms.catalog)
     assert [key for _, key in rooms.catalog.foreign()] == ["run42/000000000009-g0001/manifest.json"]
+
+
+async def test_copy_of_a_former_generation_is_not_doubted_after_a_restart(tmp_path: Path) -> None:
+    """Hot holds an older checkpoint of that generation, which still waits for cold, and not the newest."""
+    async with rooms_at(tmp_path) as rooms:
+        await claim_here(rooms, 1)
+        await persist(rooms, 1, 2, 3)
+        await claim_here(rooms, 2)
+        await persist(rooms, 4, 5, generation=2)
+        for step in (2, 3):
+            shutil.rmtree(rooms.folder("hot", checkpoint_id(RUN, step, 1)))
+    async with rooms_at(tmp_path) as rooms:
+        await commit_elsewhere(rooms, 9)
+        await rooms.list_tiers()
+        assert {3, 2} < {*rooms.steps("cold")}
+        assert [key for _, key in rooms.catalog.foreign()] == ["run42/000000000009-g0001/manifest.json"]
 
 
 async def test_checkpoint_that_was_fetched_from_another_node_is_not_of_this_one(rooms: Rooms) -> None:

@@ -212,14 +212,15 @@ def test_other_variables_with_the_prefix_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[daemn]", "daemn"),
-        ("[hot]\npaht = '/x'", "paht"),
-        ("[lifecycle.warm]\nkeep_last = 3", "warm"),
-        ("[[cold]]\nsecret_key = 'x'", "secret_key"),
+        ("[daemn]", "there is no key daemn; did you mean daemon?"),
+        ("[hot]\npaht = '/x'", "there is no key hot.paht; did you mean path?"),
+        ("[lifecycle.warm]\nkeep_last = 3", "there is no key lifecycle.warm"),
+        ("[[cold]]\nsecret_key = 'x'", "there is no key cold[0].secret_key"),
+        ("[[cold]]\n[cold.lifecycle]\nkeep_lst = 3", "cold[0].lifecycle.keep_lst; did you mean keep_last?"),
         ("[hot]\npath = 3", "hot.path is 3"),
-        ('[snapshot]\ncadence = "often"', "Invalid enum value 'often'"),
+        ('[snapshot]\ncadence = "often"', "snapshot.cadence is 'often', expected 'fixed' or 'auto'"),
         ("[snapshot]\nevery_steps = true", "snapshot.every_steps is True"),
-        ("[snapshot]\nwhen_busy = 'panic'", "$.snapshot.when_busy"),
+        ("[snapshot]\nwhen_busy = 'panic'", "snapshot.when_busy is 'panic', expected 'wait' or 'skip'"),
         ("[cold]\nname = 'cold'", "cold is"),
         ("[hot", "Expected"),
         ("[hot]\npath = '/a'\npath = '/b'", "Cannot overwrite"),
@@ -366,7 +367,7 @@ def test_the_upload_limit_must_not_be_negative(tmp_path: Path) -> None:
     [
         ('ca_bundle = "absent.pem"', "cold.ca_bundle of cold is '{root}/absent.pem', expected a file"),
         ('sse_kms_key_id = "alias/x"', "cold.sse of cold is '', expected 'aws:kms', since sse_kms_key_id is set"),
-        ('sse = "AES-256"', "Invalid enum value 'AES-256' - at `$.cold[0].sse`"),
+        ('sse = "AES-256"', "cold[0].sse is 'AES-256', expected '' or 'AES256' or 'aws:kms'"),
     ],
 )
 def test_encryption_and_ca_bundle_of_a_bucket_are_checked(tmp_path: Path, keys: str, expected: str) -> None:

@@ -16,7 +16,7 @@ from tierd.alarm import Alarm, Severity
 from tierd.format.node_file import ranks_text
 from tierd.format.text import duration, size
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
-from tierd.report import FailureReport, QueueReport, RunReport, StatusReport, TierReport, age_s
+from tierd.report import FailureReport, QueueReport, RunReport, StatusReport, TierReport, WatchReport, age_s
 
 CRITICAL, WARNING = Severity.CRITICAL, Severity.WARNING
 
@@ -51,6 +51,9 @@ _FAILURES = {  # by the stage or the kind: the alert, its severity, the runbook'
     "bug": ("TierdBug", WARNING, "bug", "tierd version"),
 }
 
+_UNHEALTHY = "TierdUnhealthy", CRITICAL, "unhealthy-checkpoint", "tierd ls"
+_STALE = "TierdStaleSnapshots", CRITICAL, "stale-snapshots", "tierd ls"
+
 
 def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
     """Critical ones first."""
@@ -61,6 +64,7 @@ def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
         *_of_hot(status, recent),
         *(alarm for tier in status.tiers for alarm in _of_tier(tier)),
         *(alarm for queue in status.queues for alarm in _of_queue(queue, recent)),
+        *(alarm for watch in status.watches for alarm in _of_watch(watch)),
         *_of_halts(status),
         *(alarm for run in status.runs for alarm in _of_run(run)),
     ]
@@ -83,10 +87,18 @@ def _of_daemon(status: StatusReport) -> Iterator[Alarm]:
         yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", "tierd serve")
 
 
+def _rule_of(failure: FailureReport) -> tuple[str, Severity, str, str] | None:
+    if failure.stage == "examine" and failure.kind == "corrupt":  # of numbers, not of bytes
+        return _STALE if failure.hint.endswith(_STALE[2]) else _UNHEALTHY
+    return _FAILURES.get(failure.stage) or _FAILURES.get(failure.kind)
+
+
 def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm]:
     seen: set[str] = set()
     for failure in recent:
-        alert, severity, runbook, command = _FAILURES.get(failure.stage) or _FAILURES.get(failure.kind) or ("",) * 4
+        alert, severity, runbook, command = _rule_of(failure) or ("",) * 4
+        if alert == "TierdUnhealthy" and any(run.run == failure.run and _is_unhealthy(run) for run in status.runs):
+            continue  # the run says it
         is_pinning = failure.kind == "full" and failure.stage == "stage"  # memory could not be page-locked
         if alert and not is_pinning and alert not in seen:
             seen.add(alert)
@@ -121,7 +133,7 @@ def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm
 
 def _of_tier(tier: TierReport) -> Iterator[Alarm]:
     if tier.error and not tier.is_known:
-        what = f"{tier.name} is NOT REACHABLE, so deletion is halted: {tier.error}"
+        what = f"{tier.name} is NOT REACHABLE, so nothing that depends on it is deleted: {tier.error}"
         if tier.name == "hot" or not tier.url.startswith("s3://"):
             yield _alarm("TierdHalted", WARNING, what, "tier-unreachable", f"tierd doctor --tier {tier.name}")
         else:
@@ -152,6 +164,13 @@ def _of_queue(queue: QueueReport, recent: list[FailureReport]) -> Iterator[Alarm
         yield _alarm("TierdColdStalled", WARNING, what, "cold-behind", command)
 
 
+def _of_watch(watch: WatchReport) -> Iterator[Alarm]:
+    if watch.problems:
+        count = f", {len(watch.problems)} problems" if len(watch.problems) > 1 else ""
+        what = f"checkpoints for {watch.run} are NOT ADOPTED{count}: {watch.problems[0]}"
+        yield _alarm("TierdWatchProblem", WARNING, what, "watched-folder", "tierd status --json")
+
+
 def _of_halts(status: StatusReport) -> Iterator[Alarm]:
     for sentence in status.halted:
         reason, _, _ = sentence.partition(": ")
@@ -162,7 +181,6 @@ def _of_halts(status: StatusReport) -> Iterator[Alarm]:
 
 def _of_run(run: RunReport) -> Iterator[Alarm]:
     name = run.run
-    newest = [newest for newest in run.tiers.values() if newest is not None]
     if run.state in ENDED_BADLY and (run.ended_age_s or 0.0) < ENDED_RECENT_S:
         reason = f": {run.reason}" if run.reason else ""
         what = f"{name} does not train: its trainers are {run.state}{reason}"
@@ -177,11 +195,17 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
     if run.newer_generation is not None:
         what = f"{name} trains here as generation {run.generation}, and {run.newer_generation} was begun elsewhere"
         yield _alarm("TierdNewerGeneration", CRITICAL, what, "newer-generation", f"tierd log --audit --run {name}")
-    if run.unhealthy_steps and run.unhealthy_steps[-1] > max((each.step for each in newest), default=-1):
+    if _is_unhealthy(run):
         what = f"{name} has numbers that are not finite since step {run.unhealthy_steps[-1]} or before"
         yield _alarm("TierdUnhealthy", CRITICAL, what, "unhealthy-checkpoint", f"tierd stop --run {name}")
     if run.nodes is not UNSET:
         yield from _of_nodes(run)
+
+
+def _is_unhealthy(run: RunReport) -> bool:
+    """Whether no healthy checkpoint is newer than the newest unhealthy one."""
+    newest = max((each.step for each in run.tiers.values() if each is not None), default=-1)
+    return bool(run.unhealthy_steps) and run.unhealthy_steps[-1] > newest
 
 
 def _of_nodes(run: RunReport) -> Iterator[Alarm]:

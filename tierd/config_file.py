@@ -14,8 +14,9 @@ import socket
 import stat
 import tomllib
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
@@ -132,14 +133,29 @@ def _read_own(path: Path) -> str:
 
 
 def _explained(error: msgspec.ValidationError, tree: Any) -> str:
-    """msgspec's message, with the value that it refuses: "daemon.nice is 20, expected `int` <= 19"."""
-    expected, _, path = str(error).partition(" - at `$.")
-    if not path or not expected.startswith("Expected"):
-        return str(error)
-    value = tree
+    """msgspec's message with the key and the value that it refuses: "daemon.nice is 20, expected `int` <= 19"."""
+    problem, _, path = str(error).partition(" - at `$.")
+    path = path.removesuffix("`")
+    value: Any = tree
+    kind: Any = Config
     for key, index in re.findall(r"(\w+)|\[(\d+)\]", path):
         value = value[key or int(index)]
-    return f"{path.removesuffix('`')} is {value!r}, e{expected[1:]}"
+        kind = _type_of(kind, key) if key else get_args(kind)[0]
+    if unknown := re.fullmatch("Object contains unknown field `(.*)`", problem):
+        known = [field.encode_name for field in msgspec.structs.fields(kind)]
+        closest = get_close_matches(unknown[1], known, 1)
+        meant = f"; did you mean {closest[0]}?" if closest else ""
+        return f"there is no key {path}{'.' if path else ''}{unknown[1]}{meant}"
+    if problem.startswith("Invalid enum value"):
+        return f"{path} is {value!r}, expected {' or '.join(map(repr, get_args(kind)))}"
+    return f"{path} is {value!r}, e{problem[1:]}" if path and problem.startswith("Expected") else str(error)
+
+
+def _type_of(struct: Any, key: str) -> Any:
+    """The type of a key of a section, without None."""
+    kind = next(field.type for field in msgspec.structs.fields(struct) if field.encode_name == key)
+    sections = [each for each in get_args(kind) if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    return sections[0] if sections and get_origin(kind) is not list else kind
 
 
 def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None:

@@ -124,10 +124,10 @@ def test_an_invalid_answer_raises_a_typed_error(
 def test_a_daemon_that_does_not_answer_is_unreachable_after_a_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operator_socket, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(operator_socket, "WELCOME_TIMEOUT_S", 0.05)
     done = threading.Event()
     thread = answer_with(tmp_path / "sock", lambda sock: done.wait(10))
-    with pytest.raises(DaemonUnreachable):
+    with pytest.raises(DaemonUnreachable, match=r"does not answer .*do not start another one"):
         find_in_memory(tmp_path / "sock", CHECKPOINT)
     done.set()
     thread.join()

@@ -113,7 +113,7 @@ def test_adopt_refuses_a_run_of_tierds_client(house: House, folder: Path) -> Non
     make_checkpoint(house.cold, run="hf", step=100)
     result = house.tierd("adopt", folder, "--run", "hf", "--step", "500")
     assert result.exit_code == 2
-    assert "that run is of tierd's client" in result.stderr
+    assert "tierd's client writes that run" in result.stderr
 
 
 def test_adopt_is_refused_while_the_checkpoints_of_the_run_are_unknown(house: House, folder: Path) -> None:

@@ -34,7 +34,9 @@ def test_fork_marks_the_checkpoint_and_says_how_to_begin(house: House) -> None:
     assert house.json("show", "run42", "milestone:fork-ablation")["manifest"]["step"] == 100
     assert not (house.hot / "ablation").exists()
     text = house.tierd("fork", "--run", "run42", "--step", "100", "--as", "ablation").stdout
-    assert "TIERD_RESUME=run:run42@milestone:fork-ablation" in text, "a second time it is the same"
+    kept, start = text.splitlines()
+    assert kept.endswith("kept as milestone fork-ablation in hot, cold"), "a second time it is the same"
+    assert "TIERD_RESUME=run:run42@milestone:fork-ablation" in start
 
 
 def test_fork_refuses_what_would_be_no_new_run(house: House) -> None:

@@ -328,12 +328,12 @@ def test_status_json_without_a_daemon_has_the_same_form_as_with_one(house: House
 
 
 @contextmanager
-def answering(house: House, body: bytes) -> Iterator[None]:
+def answering(house: House, body: bytes, code: int = 200) -> Iterator[None]:
     """A server that answers every request with `body`, at the address in the lock file of this house."""
 
     class Door(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            self.send_response(code)
             self.end_headers()
             self.wfile.write(body)
 
@@ -400,6 +400,18 @@ def test_answer_that_is_not_from_a_daemon_is_exit_13(house: House, body: bytes) 
     with answering(house, body):
         assert house.tierd("status").exit_code == 13
         assert house.json("ls") == []
+
+
+def test_tiers_are_listed_while_another_program_has_the_port_of_the_daemon(house: House) -> None:
+    make_checkpoint(house.hot)
+    with answering(house, b"", code=404):
+        status = house.tierd("status")
+        rows = house.json("ls")
+    assert status.exit_code == 13
+    assert "HTTP 404" in status.stderr
+    assert "another program may use that port" in status.stderr
+    assert "step 100" in status.stdout
+    assert len(rows) == 1
 
 
 def test_daemon_that_hangs_is_abandoned_and_the_tiers_are_listed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

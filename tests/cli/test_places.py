@@ -94,6 +94,10 @@ def test_an_absent_cold_mount_at_start_is_reported_and_not_taken_for_empty(tmp_p
             done = daemon.tierd(*arguments)
             assert done.returncode == code, arguments
             assert "has no marker" in done.stdout + done.stderr, arguments
+        daemon.cold.rmdir()
+        found = daemon.tierd("doctor", "--tier", "cold").stdout
+        assert "has no marker" in found
+        assert "`tierd serve` makes it" not in found, "a tier that was there before is not made anew"
 
 
 def test_a_start_with_cold_that_is_a_link_to_hot_is_refused(tmp_path: Path) -> None:

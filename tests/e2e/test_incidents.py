@@ -30,6 +30,7 @@ def test_takeover_killed_trainer_and_hung_daemon_are_named(tmp_path: Path) -> No
         new.connect(daemon.socket)
         wait_until(lambda: "TierdFenced" in named(daemon), "the takeover")
         assert daemon.metric('tierd_failures_total{kind="stale",stage="wire"}') >= 1
+        assert daemon.metric("tierd_fenced_total") == 1
         new.kill()
         wait_until(lambda: "TierdRunEnded" in named(daemon), "the killed trainer")
         assert daemon.metric('tierd_run_state{run="run",state="lost"}') == 1

@@ -206,7 +206,8 @@ async def test_a_folder_that_is_made_later_deleted_and_made_again_is_followed(tm
     async with watched(tmp_path) as folder:
         folder.out.rmdir()
         await folder.look()
-        assert "it is not there" in folder.problems[0]
+        assert "it is not there" in folder.watcher.report().notes[0]
+        assert folder.problems == []
         assert not folder.watcher.report().is_there
         assert folder.rooms.count("tierd_watch_problems", run=RUN) == 0, "a training may not have begun yet"
         for step in (1, 2):
@@ -369,7 +370,7 @@ async def test_a_run_of_tierds_client_adopts_nothing(tmp_path: Path) -> None:
         await folder.rooms.list_tiers()
         save_hf(folder.out, 5, Writer())
         await folder.look()
-        assert "that run is of tierd's client" in folder.problems[0]
+        assert f"adopt into {RUN}: tierd's client writes that run" in folder.problems[0]
         assert folder.steps == [3]
 
 

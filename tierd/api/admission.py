@@ -201,7 +201,7 @@ class Admission:
         self._quotas.joined(connection.peer_uid, run)
         self._catalog.saw_generation(run, generation)
         if previous and generation > previous:
-            self._fence(run, generation)
+            self._fence(run, generation, connection.peer_pid)
         key = (run, rank)
         if key in self._sessions:
             self._sessions[key].finish()
@@ -346,13 +346,16 @@ class Admission:
                 await tier.replace_claim(run, generation, msgspec.structs.replace(claim, hot=""))
             return True
 
-    def _fence(self, run: Run, generation: Generation) -> None:
+    def _fence(self, run: Run, generation: Generation, pid: int) -> None:
+        """End the sessions of older generations. `pid`: of the trainer that begins this one, 0 where it is not visible.
+        It is reported unless this trainer begins anew itself, as a restore after a snapshot does."""
         replaced = [key for key, each in self._sessions.items() if each.run == run and each.generation < generation]
+        is_renewal = pid > 0 and pid in [self._sessions[key].connection.peer_pid for key in replaced]
         for key in replaced:
             session = self._sessions.pop(key)
             session.post(wire.Fenced(generation=generation))
             session.finish()
-        if replaced:
+        if replaced and not is_renewal:
             self._context.metrics.fenced_total.inc()
             ranks = ranks_text(sorted(rank for _, rank in replaced))
             message = f"end the trainers of {run}, ranks {ranks}: generation {generation} has taken over while they ran"
@@ -368,7 +371,8 @@ class Admission:
         if not (is_same_generation and is_same_process):  # else it only lost its connection and has them mapped
             slots = self._memory.slots(run, rank)
             if slots and not (former is not None and former.is_dead):
-                log.warning("%s rank %d: its former trainer may still live; it gets new slots", run, rank)
+                if not is_same_process:
+                    log.warning("%s rank %d: its former trainer may still live; it gets new slots", run, rank)
                 self._memory.detach(run, rank)
                 slots = {}
         if former is not None:

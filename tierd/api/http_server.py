@@ -14,6 +14,7 @@ import hmac
 import ipaddress
 import logging
 import math
+import os
 import resource
 import ssl
 from collections.abc import Callable, Collection
@@ -86,8 +87,10 @@ class HttpServer:
         try:
             self._listener = await asyncio.get_running_loop().create_server(accept, host, port)
         except OSError as error:
+            # asyncio puts the address into strerror. The codes of getaddrinfo are negative.
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
             raise BadConfig(
-                f"listen on {self._listen}: {error.strerror}",
+                f"listen on {self._listen}: {reason}",
                 hint=f"set {self._key} to a free port; port 0 takes any",
             ) from error
         bound_host, bound_port = self._listener.sockets[0].getsockname()[:2]

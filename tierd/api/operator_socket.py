@@ -20,6 +20,7 @@ from tierd.format.peers import ROSTER_BYTES_MAX, NodeAddress
 from tierd.lifecycle.policy import HOT
 from tierd.peer import connect_to_daemon
 
+WELCOME_TIMEOUT_S = 10.0  # a daemon that is silent for longer counts as hung, as for its trainers
 ANSWER_TIMEOUT_S = 60.0  # the daemon may have to read a whole snapshot for its checksums
 RECEIVE_TIMEOUT_MIN_S = 0.05  # 0 would make the socket non-blocking
 
@@ -147,7 +148,7 @@ def _connected(socket_path: Path, run: str, daemon_uid: int | None, proof: str) 
     WrongUser, WrongSecret, and DaemonUnreachable for every OSError."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.settimeout(ANSWER_TIMEOUT_S)
+            sock.settimeout(WELCOME_TIMEOUT_S)
             connect_to_daemon(sock, str(socket_path), daemon_uid)
             hello = wire.Hello(
                 protocol=wire.PROTOCOL_VERSION,
@@ -160,10 +161,16 @@ def _connected(socket_path: Path, run: str, daemon_uid: int | None, proof: str) 
             )
             sock.send(wire.encode(hello))
             _expect(sock, wire.Welcome)
+            sock.settimeout(ANSWER_TIMEOUT_S)
             yield sock
+    except TimeoutError as error:
+        raise DaemonUnreachable(
+            f"talk to the daemon at {socket_path}: it does not answer",
+            hint="do not start another one: `tierd status` names its process and says what to type",
+        ) from error
     except OSError as error:
         raise DaemonUnreachable(
-            f"talk to the daemon at {socket_path}: {error}", hint="is `tierd serve` running?"
+            f"talk to the daemon at {socket_path}: {error.strerror or error}", hint="is `tierd serve` running?"
         ) from error
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from tierd.checkpoint_report import CheckpointReport, CheckpointRow
 from tierd.config import Config
-from tierd.errors import DaemonUnreachable, NotFound
+from tierd.errors import DaemonUnreachable, NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.selection import MEMORY
@@ -30,6 +30,10 @@ TIMEOUT_S = 3.0
 _ANSWER_BYTES_MAX = 256 << 20  # 10,000 checkpoints are some 5 MB
 _HINT = "start it with `tierd serve`; `tierd ls` and `tierd restore` work without it"
 _HUNG = "do not start another one: `tierd status` says what to type; `tierd ls` and `tierd restore` work without it"
+_NOT_TIERD = (
+    "another program may use that port: set daemon.listen to a free one; `tierd ls` and `tierd restore` need no daemon"
+)
+_HTTP_HINTS = {401: "listen.token_file must be the file that the daemon uses"}
 
 T = TypeVar("T")
 
@@ -47,7 +51,7 @@ class RunningDaemon:
     def checkpoint(self, checkpoint: CheckpointId) -> CheckpointReport:
         """What `tierd show` prints. Raises NotFound."""
         path = f"/api/v1/checkpoints/{checkpoint.run}/{checkpoint.name}"
-        return _get(self.config, self.address, path, CheckpointReport)
+        return _get(self.config, self.address, path, CheckpointReport, absent=NotFound)
 
     def health_in_memory(self) -> dict[CheckpointId, bool | None]:
         """The checkpoints of the memory tier, and whether each is healthy."""
@@ -97,7 +101,16 @@ def _address(config: Config) -> str:
     return config.daemon.listen
 
 
-def _get(config: Config, address: str, path: str, kind: type[T], *, timeout_s: float = TIMEOUT_S) -> T:
+def _get(
+    config: Config,
+    address: str,
+    path: str,
+    kind: type[T],
+    *,
+    timeout_s: float = TIMEOUT_S,
+    absent: type[TierdError] = DaemonUnreachable,
+) -> T:
+    """`absent`: the error for HTTP 404. Another program that listens there answers that, too."""
     try:
         # No proxy: http_proxy is for other hosts, not for the loopback.
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
@@ -110,9 +123,9 @@ def _get(config: Config, address: str, path: str, kind: type[T], *, timeout_s: f
         with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
             raw = response.read(_ANSWER_BYTES_MAX)
     except urllib.error.HTTPError as error:
-        refusal = NotFound if error.code == 404 else DaemonUnreachable
+        refusal = absent if error.code == 404 else DaemonUnreachable
         message = f"ask the daemon at {address} for {path}: HTTP {error.code} {error.reason}"
-        raise refusal(message, hint=_HINT) from error
+        raise refusal(message, hint=_HTTP_HINTS.get(error.code, _NOT_TIERD)) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         if (running := holder(config)) is not None:

@@ -75,11 +75,15 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
     if only in (None, HOT):
         found += probe_directory(HOT, loaded.hot_path, is_hot=True)
         found += await _sizes(settings, loaded)
+    places = [advice for advice in await _places(loaded) if only in (None, advice.about)]
+    # Skip the other checks of a directory that is not the tier's.
+    absent = [advice.about for advice in places if advice.check == "place" and advice.verdict == "problem"]
     colds = [cold for cold in loaded.cold if only in (None, cold.name)]
+    colds = [cold for cold in colds if cold.name not in absent or not cold.url.startswith("file://")]
     for advice in await asyncio.gather(*(_cold(cold, loaded) for cold in colds)):
         found += advice
     found += [advice for advice in exposed(loaded) if only in (None, advice.about)]
-    found += [advice for advice in await _places(loaded) if only in (None, advice.about)]
+    found += places
     if only is None:
         if not loaded.cold:
             message = "there is no cold tier: the loss of this node's disk loses every checkpoint"

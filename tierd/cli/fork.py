@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import print_report
+from tierd.cli.console import print_report, print_result
 from tierd.cli.milestone import mark
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
@@ -62,13 +62,13 @@ async def fork(
         checkpoint, names = await mark(settings_of(context), tiers, query, name, dry_run=dry_run)
     resume = f"run:{checkpoint.run}@milestone:{name}"
     verb = "would fork" if dry_run else "forked"
-    text = (
-        f"{verb} {checkpoint} as {child}: kept as milestone {name} in {', '.join(names)}\n"
-        f"start the training of {child} with TIERD_RESUME={resume}; it counts while {child} has no checkpoint"
+    lines = (
+        f"{verb} {checkpoint} as {child}: kept as milestone {name} in {', '.join(names)}",
+        f"start the training of {child} with TIERD_RESUME={resume}; it counts while {child} has no checkpoint",
     )
     report = msgspec.to_builtins(checkpoint)
     report |= {"fork": child, "milestone": name, "resume": resume, "tiers": names, "is_dry_run": dry_run}
-    print_report(report, as_json=json, text=text)
+    print_report(report, as_json=json, text=lambda _: print_result(*lines))
     return code
 
 

@@ -150,7 +150,7 @@ def _print(report: StatusReport, settings: Settings) -> None:
                 _count(tier),
                 "" if tier.used_bytes is None else size(tier.used_bytes),
                 "" if tier.free_bytes is None else size(tier.free_bytes),
-                tier.url + (f"  {'note' if tier.is_known else 'NOT REACHABLE'}: {tier.error}" if tier.error else ""),
+                tier.url + (f"  {_place_problem(tier, tier.error)}" if tier.error else ""),
             ]
             for tier in report.tiers
         ],
@@ -167,7 +167,7 @@ def _print(report: StatusReport, settings: Settings) -> None:
             )
     if slots := [f"{count} {state}" for state, count in sorted(report.slots.items()) if count]:
         print_result("slots: " + ", ".join(slots))
-    named = " ".join(alarm.message for alarm in report.alarms)
+    named = " ".join([*(alarm.message for alarm in report.alarms), *_watch_problems(report)])
     for failure in [each for each in report.failures if each.message not in named][:_LISTED_FAILURES]:
         times = f" ({failure.count} times since {failure.first_at})" if failure.count > 1 else ""
         where = f"{failure.at} {failure.stage}"
@@ -193,12 +193,22 @@ def _print_watch(watch: WatchReport) -> None:
 def _print_alarms(report: StatusReport, settings: Settings) -> None:
     hints = {failure.message: failure.hint for failure in report.failures if failure.hint}
     for alarm in report.alarms:
-        print_result(f"{alarm.severity.upper()}: {alarm.message}")
-        if hint := next((hint for message, hint in hints.items() if message in alarm.message), ""):
+        message, _, own_hint = alarm.message.removesuffix(")").partition(" (hint: ")
+        print_result(f"{alarm.severity.upper()}: {message if own_hint else alarm.message}")
+        if hint := own_hint or next((hint for message, hint in hints.items() if message in alarm.message), ""):
             print_result(f"  hint: {hint}")
         print_result(f"  next: {_with_config(alarm.command, settings)}   {RUNBOOK}#{alarm.runbook}")
     if report.alarms:
         print_result("")
+
+
+def _watch_problems(report: StatusReport) -> list[str]:
+    return [problem for watch in report.watches for problem in watch.problems]
+
+
+def _place_problem(tier: TierReport, error: str) -> str:
+    """Without the hint where the tier cannot be reached: that is below its alarm."""
+    return f"note: {error}" if tier.is_known else f"NOT REACHABLE: {error.partition(' (hint: ')[0]}"
 
 
 def _with_config(command: str, settings: Settings) -> str:
@@ -270,7 +280,8 @@ def _print_run(run: RunReport, settings: Settings) -> None:
 
 def _risk(risk: RiskReport) -> str:
     if risk.tier is None:
-        return "all work is lost, no other tier has a checkpoint"
+        nowhere = "no second cold tier has a checkpoint" if risk.lost == "region" else "no cold tier has a checkpoint"
+        return f"all work is lost: {nowhere}"
     work = [f"{risk.steps} steps"] if risk.steps is not None else []
     work += [] if risk.seconds is None else [duration(risk.seconds)]
     work += [] if not risk.gpu_seconds else [f"{duration(risk.gpu_seconds)} of GPU time"]

@@ -114,13 +114,14 @@ class Adoption:
 def adopted_id(
     catalog: Catalog,
     run: Run,
-    step: int,
+    step: int | None,
     generation: int | None = None,
     *,
     generation_max: int | None = None,
     is_lenient: bool = False,
 ) -> CheckpointId:
-    """The id of a checkpoint of another program: in the newest generation of its run, 1 for the first.
+    """The id of a checkpoint of another program: in the newest generation of its run, 1 for the first. `step` None:
+    only for the checks.
     `generation_max`: the highest that may be named. `is_lenient`: also where some checkpoints of the run cannot be
     read, if others can, as for a snapshot.
 
@@ -128,23 +129,24 @@ def adopted_id(
     two writers would delete each other's checkpoints by their common retention. Raises TierUnreachable where a tier may
     hold checkpoints of the run that are not known.
     """
+    what = f"adopt into {run}" if step is None else f"adopt step {step} into {run}"
     entries = catalog.entries(run)
     if snapshot := next((entry.id for entry in entries if not entry.manifest.is_adopted), None):
         raise BadRequest(
-            f"adopt step {step} into {run}: that run is of tierd's client, which has written {snapshot}",
+            f"{what}: tierd's client writes that run, such as {snapshot}",
             hint="choose another run name",
         )
     if generation is not None and generation_max is not None and generation > generation_max:
-        raise BadRequest(f"adopt step {step} into {run}: generation {generation} is not between 1 and {generation_max}")
+        raise BadRequest(f"{what}: generation {generation} is not between 1 and {generation_max}")
     unreadable = {checkpoint: why for (_, checkpoint), why in catalog.unreadable().items() if checkpoint.run == run}
     unknown = [] if entries and is_lenient else list(unreadable.values())
     unknown += [] if entries else list(catalog.unlisted().values())
     if unknown:
         raise TierUnreachable(
-            f"adopt step {step} into {run}: which checkpoints it has is not known: {unknown[0]}",
+            f"{what}: which checkpoints it has is not known: {unknown[0]}",
             hint="its next generation and sequence follow from them; docs/RUNBOOK.md#tier-unreachable",
         )
-    return checkpoint_id(run, step, generation or (entries[0].id.generation if entries else 1))
+    return checkpoint_id(run, step or 0, generation or (entries[0].id.generation if entries else 1))
 
 
 def created_at(tree: SourceTree) -> str:

@@ -93,7 +93,7 @@ class Lister:
         new = [key for key in foreign if key not in self._foreign]
         self._foreign = set(foreign)
         if new:
-            more = f"; and {len(new) - 1} more files" if len(new) > 1 else ""
+            more = f"; and {len(new) - 1} more" if len(new) > 1 else ""
             checkpoint, reason = layout.parse_key(new[0]), f"{foreign[new[0]]}{more}"
             run = new[0].partition("/")[0]
             error = Foreign(f"list {name}: {reason}", hint="docs/RUNBOOK.md#foreign-checkpoints")

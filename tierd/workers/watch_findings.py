@@ -44,7 +44,7 @@ class WatchFindings:
         """The problems of this pass, in the log and the failures, once until they change."""
         metrics = self._context.metrics
         for name, error in self.problems.items():
-            if self._recorded.get(name) != error.message and not (name == "" and isinstance(error, NotFound)):
+            if self._recorded.get(name) != error.message and not _is_awaited(name, error):
                 self._context.incidents.record("watch", error)
                 metrics.watched_total.labels(self._run, "refused").inc()
         self._recorded = {name: error.message for name, error in self.problems.items()}
@@ -52,12 +52,16 @@ class WatchFindings:
         metrics.watch_problems.labels(self._run).set(count)
 
     def problem_lines(self) -> list[str]:
-        return lines(
-            [
-                f"{error.message} (hint: {error.hint})" if error.hint else error.message
-                for error in self.problems.values()
-            ]
-        )
+        return lines([str(error) for name, error in self.problems.items() if not _is_awaited(name, error)])
+
+    def note_lines(self) -> list[str]:
+        awaited = [str(error) for name, error in self.problems.items() if _is_awaited(name, error)]
+        return [*awaited, *self.missed, *self.notes]
+
+
+def _is_awaited(name: str, error: TierdError) -> bool:
+    """Whether it only says that the folder does not exist: the training may make it later."""
+    return name == "" and isinstance(error, NotFound)
 
 
 def lines(found: Sequence[str]) -> list[str]:

@@ -257,8 +257,8 @@ class Watcher:
         if not self._verdicts.complete or NOT_LISTED_YET in catalog.unlisted().values():
             return
         try:
-            adopted_id(catalog, self.run, 0, is_lenient=True)
-        except TierdError as error:  # it is not known what the run has, or it is of tierd's client
+            adopted_id(catalog, self.run, None, is_lenient=True)
+        except TierdError as error:  # it is not known what the run has, or tierd's client writes it
             self._findings.problems[""] = error
             return
         for name, step in self._verdicts.complete.items():
@@ -387,6 +387,6 @@ class Watcher:
             pending=len(self._complete_s),
             newest_step=self._newest if self._newest >= 0 else None,
             waiting=lines(waiting_lines),
-            notes=lines([*self._findings.missed, *self._findings.notes, *left_alone]),
+            notes=lines([*self._findings.note_lines(), *left_alone]),
             problems=self._findings.problem_lines(),
         )
