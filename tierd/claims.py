@@ -101,21 +101,18 @@ class Claims:
         """The checkpoints of generations claimed here that are newer than the newest of their generation that is in hot
         or written by this daemon, each with the reason.
 
-        One that a later generation in hot has passed is not among them: hot keeps the newest of a generation only until
+        One that a later generation has passed here is not among them: hot keeps the newest of a generation only until
         then, so after a restart it may hold an older one that waits for a cold tier, and not the newest."""
         newest_here: dict[tuple[Run, int], int] = {}
-        newest_in_hot: dict[tuple[Run, int], int] = {}
         for checkpoint, is_hot in is_in_hot.items():
-            timeline = (checkpoint.run, checkpoint.generation)
-            if is_hot:
-                newest_in_hot[timeline] = max(checkpoint.step, newest_in_hot.get(timeline, -1))
             if is_hot or checkpoint in self.written_here:
+                timeline = (checkpoint.run, checkpoint.generation)
                 newest_here[timeline] = max(checkpoint.step, newest_here.get(timeline, -1))
 
         def was_passed(checkpoint: CheckpointId) -> bool:
             return any(
                 run == checkpoint.run and generation > checkpoint.generation and step >= checkpoint.step
-                for (run, generation), step in newest_in_hot.items()
+                for (run, generation), step in newest_here.items()
             )
 
         reasons: dict[CheckpointId, str] = {}
