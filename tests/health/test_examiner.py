@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from tierd_client.state.training_state import TrainingState
@@ -22,6 +23,7 @@ from tierd.errors import Transient
 from tierd.format import wire
 from tierd.format.health import Diagnosis
 from tierd.format.ids import checkpoint_id
+from tierd.format.node_file import NodeFile
 from tierd.health import examiner as examiner_module
 from tierd.health.examiner import Examiner
 from tierd.workers.reaper import Reaper
@@ -333,3 +335,23 @@ async def test_a_verdict_that_comes_during_a_copy_from_memory_reaches_the_cold_t
     entry = rooms.catalog.get(checkpoint_id(RUN, 1, 1))
     assert entry is not None
     assert entry.healthy is False
+
+
+async def test_a_verdict_that_comes_during_a_copy_of_a_part_from_memory_is_in_its_node_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node file is never replaced."""
+    async with rooms_at(tmp_path, cold=("cold",), health=HealthConfig()) as rooms:
+        await rooms.look()
+        snapshot_set = rooms.seal(1, [shard(math.nan)], node=NODE, world_size=2, number=1)
+        snapshot_set.refused_by.add("hot")
+        worker, real_put = examiner(rooms), rooms.cold["cold"].store.put
+
+        async def put(*arguments: Any, **options: Any) -> Any:
+            await worker.run_once()
+            return await real_put(*arguments, **options)
+
+        monkeypatch.setattr(rooms.cold["cold"].store, "put", put)
+        assert await WriteThrough(rooms.context).run_once()
+        (path,) = rooms.folder("cold", snapshot_set.id).glob("node-*.json")
+        assert msgspec.json.decode(path.read_bytes(), type=NodeFile).is_healthy is False

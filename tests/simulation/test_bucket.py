@@ -84,7 +84,7 @@ async def test_a_part_is_checked_without_a_listing_of_the_other_shards(
     part = msgspec.structs.replace(whole, world_size=world_size, ranks=ranks)
     listed: list[list[str]] = []
     bucket.on_listed = lambda node, prefix, keys: listed.append(list(keys))
-    await copy_part(part, hot, Tier("cold", store), part)
+    await copy_part(part, hot, Tier("cold", store), lambda: part)
     await hot.store.close()
     assert [len(keys) for keys in listed] == [10]  # ranks 40 to 49
 

@@ -86,9 +86,9 @@ async def commit_nothing_in_hot(tier: Tier, *arguments: Any, **options: Any) -> 
     return None if tier.name == HOT else await commit(tier, *arguments, **options)
 
 
-async def node_file_first(part: NodeFile, source: Tier, target: Tier, node_file: NodeFile, **options: Any) -> None:
-    await target.store.put_bytes(node_file.key, node_file.encode(), if_absent=True)
-    await copy_part(part, source, target, node_file, **options)
+async def node_file_first(part: NodeFile, source: Tier, target: Tier, make: Any, **options: Any) -> None:
+    await target.store.put_bytes(part.key, make().encode(), if_absent=True)
+    await copy_part(part, source, target, make, **options)
 
 
 def nothing_is_missing(node_files: Collection[NodeFile]) -> list[int]:

@@ -81,6 +81,11 @@ class SnapshotSet:
     def is_reported_unhealthy(self) -> bool:
         return self.head.metrics.get(REPORTED_UNHEALTHY, 0) != 0
 
+    @property
+    def is_healthy(self) -> bool | None:
+        """None: not examined yet."""
+        return None if self.diagnosis is None else self.diagnosis.healthy
+
     def make_manifest(self, *, sequence: int) -> Manifest:
         """The manifest of a whole set, from the lowest rank's `Sealed` message. Files not checked yet have no
         checksums."""

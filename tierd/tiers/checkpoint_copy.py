@@ -5,7 +5,7 @@ commit_last: the files first, then the markers, then the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from os.path import commonprefix
 from typing import Any
@@ -47,10 +47,15 @@ async def copy_checkpoint(
 
 
 async def copy_part(
-    part: NodeFile, source: ReadableTier, target: Tier, node_file: NodeFile, *, progress: Progress | None = None
+    part: NodeFile,
+    source: ReadableTier,
+    target: Tier,
+    make_node_file: Callable[[], NodeFile],
+    *,
+    progress: Progress | None = None,
 ) -> None:
-    """Copies one node's part of a checkpoint: its files, then `node_file`, which says the same as `part` and has the
-    verdict on it. One that is there already stays.
+    """Copies one node's part of a checkpoint: its files, then what `make_node_file` returns then: it says the same as
+    `part`, and has the verdict on it as far as that is known by then. A node file that is there already stays.
 
     Raises Corrupt when a byte differs from the node file, or when the target has another part under its name, and
     TierUnreachable when a file was deleted meanwhile.
@@ -60,6 +65,7 @@ async def copy_part(
     await for_each(target.store.puts_at_once, part.files, copy)
     await _check_whole(part, target)
     failpoint("cold.node_file")
+    node_file = make_node_file()
     if await target.store.put_bytes(node_file.key, node_file.encode(), if_absent=True):
         return
     (existing,) = await target.decode_many([node_file.key])

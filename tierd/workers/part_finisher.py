@@ -111,7 +111,7 @@ class PartFinisher:
             close_all(descriptors)
         node_file = self._context.node_file(part, is_healthy=is_healthy)
         with self._context.throttle.writing(self._cold.name) as count_written:
-            await copy_part(part, self._copies.tier, self._cold, node_file, progress=count_written)
+            await copy_part(part, self._copies.tier, self._cold, lambda: node_file, progress=count_written)
         log.info("sent %s of %s to %s: its node does not answer", part.name, own.id, self._cold.name)
         self._context.audit.record(Action.REPLICATED, checkpoint=own.id, tier=self._cold.name, reason=part.name)
         self._context.metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(part.size_bytes)

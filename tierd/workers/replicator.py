@@ -259,7 +259,9 @@ class Replicator:
                 count_written(size_bytes)
                 copy.sent(size_bytes)
 
-            node_file = context.node_file(part, is_healthy=entry.diagnoses.get(self._hot.name))
+            def node_file() -> NodeFile:
+                return context.node_file(part, is_healthy=entry.diagnoses.get(self._hot.name))
+
             await copy_part(part, self._hot, self._cold, node_file, progress=progress)
         failpoint("cold.part_sent")
         self._turns[entry.id.run] = next(self._turn)

@@ -136,13 +136,15 @@ class WriteThrough:
                 snapshot_set.refused_by.add(cold.name)  # else a drain would wait for it in vain
             return False  # nothing is written where another place may be mounted
         milestones = [snapshot_set.head.milestone] if snapshot_set.head.milestone else []
-        diagnosis = snapshot_set.diagnosis
-        is_healthy = diagnosis.healthy if diagnosis is not None else None
+        is_healthy = snapshot_set.is_healthy
         try:
             await confirm_claim(self._context, cold, manifest.id)
             with self._context.throttle.writing(cold.name) as count_written:
                 if isinstance(manifest, NodeFile):
-                    node_file = self._context.node_file(manifest, is_healthy=is_healthy)
+
+                    def node_file() -> NodeFile:  # the verdict may come during the copy
+                        return self._context.node_file(manifest, is_healthy=snapshot_set.is_healthy)
+
                     await copy_part(manifest, source, cold, node_file, progress=count_written)
                     self._catalog.part_sent(cold.name, manifest)
                     self._context.notify.part_sent(cold.name)
