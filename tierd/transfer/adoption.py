@@ -120,8 +120,8 @@ def adopted_id(
     generation_max: int | None = None,
     is_lenient: bool = False,
 ) -> CheckpointId:
-    """The id of a checkpoint of another program: in the newest generation of its run, 1 for the first. `step` None: only
-    for the checks.
+    """The id of a checkpoint of another program: in the newest generation of its run, 1 for the first. `step` None:
+    only for the checks.
     `generation_max`: the highest that may be named. `is_lenient`: also where some checkpoints of the run cannot be
     read, if others can, as for a snapshot.
 
