@@ -40,6 +40,8 @@ _STATES = {
     "T": "it is stopped, by SIGSTOP or a debugger",
     "t": "it is stopped by a debugger",
     "D": "it waits for a disk",
+    "R": "it runs, and has just started or is busy",
+    "S": "it sleeps, and has just started or waits for something",
 }
 _FAILURES = {  # by the stage or the kind: the alert, its severity, the runbook's section, and the command
     "loop": ("TierdLoopStuck", WARNING, "loop-stuck", "dmesg | tail"),

@@ -282,7 +282,7 @@ def _risk(risk: RiskReport) -> str:
     if risk.tier is None:
         nowhere = "no second cold tier has a checkpoint" if risk.lost == "region" else "no cold tier has a checkpoint"
         return f"all work is lost: {nowhere}"
-    work = [f"{risk.steps} steps"] if risk.steps is not None else []
+    work = [f"{risk.steps} step{'' if risk.steps == 1 else 's'}"] if risk.steps is not None else []
     work += [] if risk.seconds is None else [duration(risk.seconds)]
     work += [] if not risk.gpu_seconds else [f"{duration(risk.gpu_seconds)} of GPU time"]
     restore = "" if risk.restore_s is None else f"; a restore takes {duration(risk.restore_s)}"
