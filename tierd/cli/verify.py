@@ -94,8 +94,8 @@ async def verify(
         found = _matching(query, tiers, checked, lost, is_newest_only=step == "latest")
         if not found:
             where = f" of {place}" if place else ""
-            asked = replace(query, tier=tier or query.tier)
-            raise NotFound(f"verify {asked}{where}: there is none", hint="`tierd ls` shows what there is")
+            named_query = replace(query, tier=tier or query.tier)
+            raise NotFound(f"verify {named_query}{where}: there is none", hint="`tierd ls` shows what there is")
         with progress_bar("verifying", sum(size_bytes for _, _, size_bytes, _ in found)) as progress:
             for name, checkpoint, _, why in found:
                 one = Verified(run=checkpoint.run, step=checkpoint.step, generation=checkpoint.generation, tier=name)
