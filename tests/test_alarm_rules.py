@@ -134,6 +134,9 @@ def test_checkpoint_with_nan_is_named_once_and_never_as_damaged_bytes() -> None:
     wrong = msgspec.structs.replace(of_run(unhealthy_steps=[6], tiers={"hot": newest(5)}), failures=[failure])
     (alarm,) = alarms(wrong, NOW)
     assert (alarm.alert, alarm.runbook) == ("TierdUnhealthy", "unhealthy-checkpoint")
+    assert alarm.command == "tierd stop --run gpt"
+    (alarm,) = alarms(of_run(state="finished", unhealthy_steps=[6]), NOW)
+    assert alarm.command == "tierd show gpt 6", "there is nothing to stop"
 
 
 def test_a_daemon_that_is_stopped_is_continued_and_not_started_again() -> None:

@@ -40,6 +40,8 @@ _STATES = {
     "T": "it is stopped, by SIGSTOP or a debugger",
     "t": "it is stopped by a debugger",
     "D": "it waits for a disk",
+    "R": "it runs, and has just started or is busy",
+    "S": "it sleeps, and has just started or waits for something",
 }
 _FAILURES = {  # by the stage or the kind: the alert, its severity, the runbook's section, and the command
     "loop": ("TierdLoopStuck", WARNING, "loop-stuck", "dmesg | tail"),
@@ -196,8 +198,10 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
         what = f"{name} trains here as generation {run.generation}, and {run.newer_generation} was begun elsewhere"
         yield _alarm("TierdNewerGeneration", CRITICAL, what, "newer-generation", f"tierd log --audit --run {name}")
     if _is_unhealthy(run):
-        what = f"{name} has numbers that are not finite since step {run.unhealthy_steps[-1]} or before"
-        yield _alarm("TierdUnhealthy", CRITICAL, what, "unhealthy-checkpoint", f"tierd stop --run {name}")
+        step = run.unhealthy_steps[-1]
+        what = f"{name} has numbers that are not finite, or a bad loss, since step {step} or before"
+        command = f"tierd stop --run {name}" if run.state == "running" else f"tierd show {name} {step}"
+        yield _alarm("TierdUnhealthy", CRITICAL, what, "unhealthy-checkpoint", command)
     if run.nodes is not UNSET:
         yield from _of_nodes(run)
 

@@ -67,7 +67,7 @@ class Client:
         self._last_shot: Shot | None = None
         self._state: State | None = None
         self._parent: CheckpointId | None = None
-        self._start_is_chosen = False  # by a restore, which may have found nothing
+        self._start_is_chosen = False  # True after a restore, also if there was no checkpoint
         generation.join(requests, self._snapshotter)
         store = open_store(generation.run, generation.number) if generation.node is not None else None
         settings = generation.settings
@@ -91,11 +91,11 @@ class Client:
         return self._snapshotter.last_step
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """All ranks: the maximum over the ranks, element by element. For integrations."""
+        """Call it on all ranks. Returns the maximum over the ranks, element by element. For integrations."""
         return self._ranks.maximum(values)
 
     def allow_thread(self) -> None:
-        """All ranks: from now on one thread beside the training thread may take snapshots. For integrations."""
+        """Call it on all ranks: from now on one more thread than the training thread may snapshot. For integrations."""
         self._ranks.allow_thread()
 
     @property
@@ -133,7 +133,7 @@ class Client:
         Inf is passed over unless `allow_unhealthy`; Unhealthy is raised when there is no other, or when it was named.
         A damaged replica is reported and the next one tried.
 
-        The rest restores a part; `Found.report` tells what was loaded and what not. `only`: the entries of the
+        The other arguments restore a part; `Found.report` has what was loaded and what not. `only`: the entries of the
         checkpoint to restore, by name, by what contains them, or by a pattern with `*`. `rename`: prefixes of stored
         names and what they are in `state`, or a function of a stored name. `strict=False`: what one side lacks or does
         not fit stays as it is. `cast`: the entries whose floating-point dtype may change, or True. `keep`: the
@@ -169,12 +169,12 @@ class Client:
         )
         self._start_is_chosen = True
         self._parent = None
-        found = self._restored(replica, began) if replica is not None else None
+        restored = self._restored(replica, began) if replica is not None else None
         self._snapshotter.prepare(state)
-        return found
+        return restored
 
     def read(self, request: RestoreRequest, read: ReadReplica) -> Found:
-        """Have `read` restore the state from the requested replica. For integrations.
+        """Restore the state from the requested replica by a call of `read`. For integrations.
 
         `read` is called again with the next replica when it raises Corrupt, on any rank. Raises NotFound when there
         is none, and otherwise as `restore` does.
@@ -306,7 +306,7 @@ class Client:
         self._snapshotter.overlap.finish()
 
     def wait_everywhere(self, timeout_s: float = 900.0) -> None:
-        """All ranks together. Wait until the last snapshot is durable on every node: then a restart on the same nodes
+        """Call it on all ranks. Wait until the last snapshot is durable on every node: then a restart on the same nodes
         goes on from it or from a newer one. On one node the same as `wait_persisted` of its handle.
 
         Raises on all ranks what `wait_persisted` raises on one, and BadRequest when no snapshot was taken.

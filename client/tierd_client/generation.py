@@ -61,7 +61,7 @@ class Generation:
     def join(self, *listeners: Listener) -> None:
         """All ranks. `listeners` receive every message of the daemon, in this order, after the slot pool."""
         self._listeners = listeners
-        node, seen = find_node(self._ranks, self._look)
+        node, seen = find_node(self._ranks, self._ask_daemon)
         first = self._ranks.run_on_all(lambda: self._open(None, node, above=seen) if self._ranks.rank == 0 else None)
         with ExitStack() as on_error:
             if first is not None:
@@ -135,7 +135,7 @@ class Generation:
         """Of the ranks of a node one speaks for all: on one node rank 0."""
         return is_lowest_of_node(self.session.hello)
 
-    def _look(self) -> wire.Welcome:
+    def _ask_daemon(self) -> wire.Welcome:
         """The daemon's answer to a peer that is no trainer."""
         hello = self._hello(rank=None, number=None)
         try:

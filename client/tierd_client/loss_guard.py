@@ -1,6 +1,6 @@
-"""A loss that is not finite, or far above what it was: the run stops, or goes back and skips the batches since.
+"""Checks the loss of each step. If it is bad, the run stops, or goes back to a healthy checkpoint and skips batches.
 
-Before either, the state is saved as evidence: as a milestone that no restore takes unless it is named.
+Before that, the state is saved as evidence: as a milestone that no restore takes unless it is named.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tierd_client.client import Client
 from tierd_client.log import log
 from tierd_client.state.training_state import State, TrainingState
 
-LOSSES_LEAST = 10  # that a median needs
-PERSIST_TIMEOUT_S = 60.0  # of the last snapshot, before the evidence takes its place in memory
+LOSSES_LEAST = 10  # a median of fewer is not compared
+PERSIST_TIMEOUT_S = 60.0  # for the last snapshot, before the evidence takes its place in memory
 _NOT_FINITE, _SPIKE = 2, 1
 
 
@@ -46,7 +46,7 @@ class LossGuard:
     ) -> None:
         """The same arguments on all ranks. Raises BadConfig for one that is out of range."""
         if action not in ("halt", "rollback"):
-            raise BadConfig(f"LossGuard(action={action!r}): it is neither halt nor rollback")
+            raise BadConfig(f"LossGuard(action={action!r}): expected 'halt' or 'rollback'")
         if not (spike == 0 or 1 < spike < math.inf):
             raise BadConfig(f"LossGuard(spike={spike!r}): expected 0 for none, or a factor above 1")
         if window < LOSSES_LEAST:
@@ -64,11 +64,11 @@ class LossGuard:
         self._keep = tuple(keep) if keep is not None else _position(state)
 
     def check(self, step: int, loss: SupportsFloat | None) -> int | None:
-        """All ranks, after each step and before its snapshot. `loss`: of this rank, a number or a tensor of one; None
-        where a rank has none, as in a pipeline. It takes one exchange of one number.
+        """Call it on all ranks after each step, before its snapshot. `loss`: this rank's, a number or a tensor with one
+        element; None if this rank has no loss, as in a pipeline. The ranks exchange one number.
 
-        None: go on. A step: the state is now that of this earlier step; go on with the one after it. Raises Halted, and
-        as `Client.restore` when no checkpoint can be read.
+        Returns None if the loss is good. Otherwise returns the earlier step whose state was restored: go on with the
+        step after it. Raises Halted, and what `Client.restore` raises when no checkpoint can be read.
         """
         value = None if loss is None else float(loss)
         badness = self._badness(value)
@@ -84,18 +84,18 @@ class LossGuard:
         if not self._goes_back:
             self._client.halt(reason)
         if self.rollbacks == self._max_rollbacks:
-            self._client.halt(f"{reason}, after {self.rollbacks} rollbacks: the limit of this process")
+            self._client.halt(f"{reason}, after {self.rollbacks} rollbacks, the most for one process")
         try:
-            found = self._client.restore(self._state, resume="auto", keep=self._keep)
+            restored = self._client.restore(self._state, resume="auto", keep=self._keep)
         except Unhealthy:
-            found = None
-        if found is None:
+            restored = None
+        if restored is None:
             self._client.halt(f"{reason}, and there is no healthy checkpoint to go back to")
         self.rollbacks += 1
         log.error(
-            "tierd: %s: back at step %d, rollback %d of %d", reason, found.step, self.rollbacks, self._max_rollbacks
+            "tierd: %s: back at step %d, rollback %d of %d", reason, restored.step, self.rollbacks, self._max_rollbacks
         )
-        return found.step
+        return restored.step
 
     def _badness(self, loss: float | None) -> int:
         if loss is None:
@@ -111,7 +111,7 @@ class LossGuard:
         return f"the loss of step {step} is above {self._spike:g} times the median of the last {self._losses.maxlen}"
 
     def _save_evidence(self, step: int, loss: float | None) -> None:
-        """A failure is only logged: to stop, or to go back, matters more."""
+        """A failure is logged and not raised, because to stop or to go back matters more."""
         metrics = {REPORTED_UNHEALTHY: 1.0} | ({} if loss is None else {"loss": loss})
         try:
             if self._client.last_step is not None:  # the checkpoint to go back to must not be in memory alone
@@ -123,5 +123,5 @@ class LossGuard:
 
 
 def _position(state: State) -> tuple[str, ...]:
-    """What of the state says which batches come next."""
+    """The entries of the state that determine the next batches."""
     return state.position_entries if isinstance(state, TrainingState) else ()

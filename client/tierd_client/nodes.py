@@ -26,16 +26,16 @@ class _DaemonOfRank(msgspec.Struct, frozen=True, kw_only=True):
     seen: int | None
 
 
-def find_node(ranks: Ranks, look: Callable[[], wire.Welcome]) -> tuple[wire.NodeRanks | None, int]:
+def find_node(ranks: Ranks, greet: Callable[[], wire.Welcome]) -> tuple[wire.NodeRanks | None, int]:
     """All ranks, before they join. (the node of this rank, None if all are on one node; the highest generation that a
-    daemon knows). `look` asks this rank's daemon, as a peer that is no trainer.
+    daemon knows). `greet` returns the Welcome of this rank's daemon to a peer that is no trainer.
 
-    Raises what `look` raises on any rank, and Unsupported when a daemon knows nothing of several nodes."""
+    Raises what `greet` raises on any rank, and Unsupported when a daemon knows nothing of several nodes."""
     if ranks.world_size == 1:
         return None, 0
-    daemons = _ask_all(ranks, look)
+    daemons = _ask_all(ranks, greet)
     while len({daemon.boot for daemon in daemons}) > 1:
-        former, daemons = daemons, _ask_all(ranks, look)
+        former, daemons = daemons, _ask_all(ranks, greet)
         if [daemon.boot for daemon in daemons] == [daemon.boot for daemon in former]:
             break  # else one of them has restarted in between, and was counted as two
     by_boot: dict[str, list[int]] = {}
@@ -56,9 +56,9 @@ def find_node(ranks: Ranks, look: Callable[[], wire.Welcome]) -> tuple[wire.Node
     return wire.NodeRanks(ranks=by_boot[daemons[ranks.rank].boot], lowest=lowest), max(seen)
 
 
-def _ask_all(ranks: Ranks, look: Callable[[], wire.Welcome]) -> list[_DaemonOfRank]:
+def _ask_all(ranks: Ranks, greet: Callable[[], wire.Welcome]) -> list[_DaemonOfRank]:
     def ask() -> bytes:
-        welcome = look()
+        welcome = greet()
         return msgspec.json.encode(_DaemonOfRank(boot=welcome.boot, version=welcome.version, seen=welcome.seen))
 
     return [msgspec.json.decode(raw, type=_DaemonOfRank) for raw in ranks.gather(ranks.run_on_all(ask))]

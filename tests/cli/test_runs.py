@@ -93,5 +93,7 @@ def test_ls_names_the_metrics_where_nothing_fits_and_refuses_what_is_no_conditio
     losses(house)
     result = house.tierd("ls", "--where", "acc > 1")
     assert (result.exit_code, "where acc > 1" in result.stderr, "accuracy, loss" in result.stderr) == (0, True, True)
+    result = house.tierd("ls", "--lowest", "los")
+    assert "not sorted: no checkpoint here has a number los; the metrics there are accuracy, loss" in result.stderr
     for arguments in (("--where", "loss"), ("--where", "< 3"), ("--lowest", "a", "--highest", "b")):
         assert house.tierd("ls", *arguments).exit_code == 2

@@ -168,6 +168,7 @@ def test_lifecycle_prints_the_plan_and_changes_nothing(house: House) -> None:
     assert all(one["tier"] == "cold" for one in planned if one["action"] == "replicate")
     assert {one["action"] for one in planned} <= {"replicate", "evict", "expire"}
     assert len(house.json("ls")) == 5
+    assert "has a checkpoint of run nope" in house.tierd("lifecycle", "--run", "nope").stderr
 
 
 def test_lifecycle_explain_prints_why_replicas_are_kept(house: House) -> None:

@@ -66,7 +66,7 @@ def found(rank: int, *questions: str, seen: Callable[[int], int | None] = lambda
 def test_ranks_with_one_daemon_are_on_one_node() -> None:
     assert found(1, "aaaa") == (None, 0)
     assert found(1, "aaaa", seen=lambda rank: None) == (None, 0)
-    assert find_node(Ranks(0, 1), lambda: pytest.fail("a single rank needs no look")) == (None, 0)
+    assert find_node(Ranks(0, 1), lambda: pytest.fail("a single rank asks no daemon")) == (None, 0)
 
 
 def test_ranks_are_grouped_by_their_daemons_in_any_order() -> None:

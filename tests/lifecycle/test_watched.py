@@ -144,7 +144,7 @@ def test_accelerate_writes_registered_objects_last_as_other_checkpoints_show(tmp
     save_accelerate(tmp_path, 1, Writer())
     folder = save_accelerate(tmp_path, 2, Writer())
     (folder / "custom_checkpoint_0.pkl").unlink()
-    assert "custom_checkpoint_0.pkl, which others have" in judged(tmp_path, PRESETS["accelerate"]).waiting[folder.name]
+    assert "custom_checkpoint_0.pkl is not there yet" in judged(tmp_path, PRESETS["accelerate"]).waiting[folder.name]
 
 
 def test_deepspeed_has_no_other_checkpoint_than_latest_names(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_files_of_a_pattern_are_complete_as_their_format_says_or_when_they_are_r
         (tmp_path / name).write_bytes(content)
     verdicts = judged(tmp_path, preset_of(watch_of(pattern="a-{step}*")))
     assert verdicts.complete == {"a-1": 1, "a-3.safetensors": 3}
-    assert "set renamed = true" in verdicts.waiting["a-4"]
+    assert "renamed = true" in verdicts.waiting["a-4"]
     assert verdicts.waiting["a-2"] == "a-2 is not whole"
     renamed = judged(tmp_path, preset_of(watch_of(pattern="a-{step}*", renamed=True)))
     assert sorted(renamed.complete.values()) == [1, 2, 3, 4, 5]

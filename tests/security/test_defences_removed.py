@@ -131,7 +131,7 @@ SIGNED = [
         "1", "a newer foreign checkpoint in hot is refused by name",
         "bucket_writer::test_newer_unsigned_checkpoint_in_hot_is_refused_by_name",
         "AssertionError: assert (0, False) == (12, True)", "tierd/lifecycle/selection.py",
-        "foreign_in_hot = [one for one in inventory.foreign if one in unreadable and one.tier == HOT]",
+        "foreign_in_hot = [replica for replica in inventory.foreign if replica in unreadable and replica.tier == HOT]",
         "foreign_in_hot = []",
     ),
     removed(

@@ -349,8 +349,8 @@ class Bucket:
         self._place(key, _encrypted(whole, upload.headers), headers)
         del self.uploads[query["uploadId"]]
         sums = {"ChecksumCRC64NVME": checksum.encode(whole.crc64nvme), "ChecksumType": "FULL_OBJECT"}
-        told = sums if self._sums(upload) else {}
-        return Answer(body=_xml("CompleteMultipartUploadResult", Key=key, ETag=whole.etag, **told))
+        returned = sums if self._sums(upload) else {}
+        return Answer(body=_xml("CompleteMultipartUploadResult", Key=key, ETag=whole.etag, **returned))
 
     def abort_multipart_upload(self, key: str, query: dict[str, str], headers: Any, body: bytes) -> Answer:
         self._upload(key, query)

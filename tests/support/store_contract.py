@@ -94,16 +94,16 @@ class StoreContract:
     async def test_bytes_are_read_back_as_they_were_written(self, store: Store, size: tuple[int, int]) -> None:
         size_bytes = self.size_bytes(size)
         data = content(size_bytes)
-        told: list[int] = []
+        written: list[int] = []
         entry = await store.put(
             KEY,
             BytesSource(data),
             size_bytes=size_bytes,
             chunk_bytes=self.chunk_bytes,
-            progress=told.append,
+            progress=written.append,
         )
         assert entry == self.entry_of(data)
-        assert sum(told) == size_bytes
+        assert sum(written) == size_bytes
         assert await read_whole(store, KEY, size_bytes) == data
         assert [(one.key, one.size_bytes) for one in await store.list()] == [(KEY, size_bytes)]
 
@@ -117,17 +117,17 @@ class StoreContract:
         data = content(self.chunk_bytes + 1)
         expect = self.entry_of(data)
         for _ in range(2):
-            told: list[int] = []
+            written: list[int] = []
             found = await store.put(
                 KEY,
                 BytesSource(data),
                 size_bytes=len(data),
                 chunk_bytes=self.chunk_bytes,
                 expect=expect,
-                progress=told.append,
+                progress=written.append,
             )
             assert found == expect
-            assert sum(told) == len(data)
+            assert sum(written) == len(data)
         assert await read_whole(store, KEY, len(data)) == data
 
     @pytest.mark.parametrize("size", [(0, 0), (0, 4096), (1, 1)])

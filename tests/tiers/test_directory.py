@@ -593,12 +593,12 @@ def test_lock_file_that_is_a_link_is_refused(tmp_path: Path) -> None:
 async def test_write_cap_is_kept_and_raising_it_speeds_up_a_write_in_progress(tmp_path: Path) -> None:
     """At this cap, the second of the three pieces would begin after hours."""
     store = DirectoryStore(tmp_path / "root", max_write_mib_s=0.001)
-    shard, told = memoryview(bytes(40 << 20)), asyncio.Event()
+    shard, has_begun = memoryview(bytes(40 << 20)), asyncio.Event()
     putting = asyncio.ensure_future(
-        store.put(KEY, shard, size_bytes=len(shard), chunk_bytes=CHUNK_BYTES, progress=lambda _: told.set())
+        store.put(KEY, shard, size_bytes=len(shard), chunk_bytes=CHUNK_BYTES, progress=lambda _: has_begun.set())
     )
     async with asyncio.timeout(60):
-        await told.wait()
+        await has_begun.wait()
         assert not putting.done()
         store.limit_writes(0.0)
         await putting

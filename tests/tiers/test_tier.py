@@ -247,9 +247,9 @@ async def test_error_of_an_unreadable_manifest_names_its_tier(hot: Tier) -> None
 async def test_copy_has_the_same_bytes_in_every_file(hot: Tier, cold: Tier, tmp_path: Path) -> None:
     made = manifest()
     await persist(hot, made)
-    told: list[int] = []
-    await copy_checkpoint(made, hot, cold, milestones=["best"], progress=told.append)
-    assert sum(told) == made.size_bytes
+    written: list[int] = []
+    await copy_checkpoint(made, hot, cold, milestones=["best"], progress=written.append)
+    assert sum(written) == made.size_bytes
     assert (await cold.listing()).milestones(ID) == {"best"}
 
     back = Tier("back", DirectoryStore(tmp_path / "back"))
@@ -265,9 +265,9 @@ async def test_repeated_copy_adds_new_milestones(hot: Tier, cold: Tier) -> None:
     made = manifest()
     await persist(hot, made)
     await copy_checkpoint(made, hot, cold)
-    told: list[int] = []
-    await copy_checkpoint(made, hot, cold, milestones=["best"], progress=told.append)
-    assert told == []
+    written: list[int] = []
+    await copy_checkpoint(made, hot, cold, milestones=["best"], progress=written.append)
+    assert written == []
     assert (await cold.listing()).milestones(ID) == {"best"}
 
 

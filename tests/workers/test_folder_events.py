@@ -56,6 +56,6 @@ async def test_changes_that_are_not_reported_for_a_while_lead_to_polling(events:
 
 async def test_without_inotify_the_folder_is_polled(tmp_path: Path) -> None:
     events = Events(tmp_path / "none")  # the call fails, as without inotify
-    assert "there is no inotify: No such file or directory" in await events.see(1)
+    assert "inotify is not available: No such file or directory" in await events.see(1)
     await events.source.stop()
     events.pool.close()

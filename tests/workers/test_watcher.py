@@ -196,7 +196,7 @@ async def test_what_the_framework_and_the_policy_have_deleted_is_not_adopted_aga
         await folder.restart()
         await folder.look()
         assert folder.steps == [2, 3, 4], "the first one is still in the folder"
-        assert any("newer ones were adopted before: checkpoint-1" in note for note in folder.watcher.report().notes)
+        assert "checkpoint-1 is not adopted: newer ones were adopted before" in folder.watcher.report().notes
         save_hf(folder.out, 5, Writer())
         await folder.look()
         assert folder.adopted[-1] == (5, 1, 5)
@@ -206,7 +206,7 @@ async def test_a_folder_that_is_made_later_deleted_and_made_again_is_followed(tm
     async with watched(tmp_path) as folder:
         folder.out.rmdir()
         await folder.look()
-        assert "it is not there" in folder.watcher.report().notes[0]
+        assert "it does not exist" in folder.watcher.report().notes[0]
         assert folder.problems == []
         assert not folder.watcher.report().is_there
         assert folder.rooms.count("tierd_watch_problems", run=RUN) == 0, "a training may not have begun yet"
@@ -242,7 +242,7 @@ async def test_names_that_are_no_steps_and_links_are_named_and_left_alone(tmp_pa
         assert folder.steps == [5]
         assert folder.watcher.report().notes == [
             "not adopted, because they are links: checkpoint-9",
-            "no steps: runs",
+            "not checkpoints: runs",
         ]
         link = save_hf(folder.out, 6, Writer()) / "weights"
         link.symlink_to("/etc/hostname")
@@ -322,7 +322,7 @@ async def test_another_name_of_the_same_step_is_not_adopted(tmp_path: Path) -> N
         (folder.out / "epoch=3-step=5-v1.ckpt").write_bytes(archive(90))
         await folder.look()
         assert folder.adopted == [(5, 1, 1)]
-        assert any("of the same step: epoch=3-step=5-v1.ckpt" in note for note in folder.watcher.report().notes)
+        assert any("epoch=3-step=5-v1.ckpt is not adopted" in note for note in folder.watcher.report().notes)
         assert folder.problems == []
 
 

@@ -35,6 +35,8 @@ async def lifecycle(
         code = tiers.check_reachable()
         for halt in halted(tiers.catalog):
             print_note(f"tierd: deletion is halted: {halt}")
+        if only_run is not None and only_run not in tiers.catalog.runs():
+            print_note(f"tierd: no listed tier has a checkpoint of run {only_run}: `tierd runs` lists the runs")
         report = lifecycle_report(tiers.catalog, settings.config(), only_run, is_explained=is_explained)
     if json:
         print_json(report)

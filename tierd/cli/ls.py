@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -92,6 +92,8 @@ async def ls(
     if (metric := lowest or highest) is not None:
         sortable = [row for row in rows if isinstance(row.metrics.get(metric), float)]  # the others come last
         sortable.sort(key=lambda row: row.metrics[metric], reverse=highest is not None)
+        if rows and not sortable:
+            print_note(f"tierd: not sorted: no checkpoint here has a number {metric}; {_metrics_text(known)}")
         rows = sortable + [row for row in rows if row not in sortable]
     if json:
         print_json(rows)
@@ -102,10 +104,12 @@ async def ls(
         fitting = f" where {' and '.join(where)}" if where else ""
         print_note(f"no checkpoints{f' of run {run}' if run else ''} in {place or tier or tiers_listed}{fitting}")
         if where:
-            print_note(
-                f"  the metrics there are {', '.join(sorted(known)) or 'none: snapshot(metrics={...}) gives some'}"
-            )
+            print_note(f"  {_metrics_text(known)}")
     return code
+
+
+def _metrics_text(names: Collection[str]) -> str:
+    return f"the metrics there are {', '.join(sorted(names)) or 'none: snapshot(metrics={...}) gives some'}"
 
 
 def parse_condition(text: str) -> Callable[[CheckpointRow], bool]:

@@ -271,7 +271,8 @@ def _print_run(run: RunReport, settings: Settings) -> None:
             whose = "the trainers are" if risk.lost == "trainers" else f"the {risk.lost} is"
             print_result(f"  if {whose} lost now: {_risk(risk)}")
     if run.unhealthy_steps:
-        print_result(f"  UNHEALTHY: step {', '.join(map(str, run.unhealthy_steps))}: numbers that are not finite")
+        steps = ", ".join(map(str, dict.fromkeys(run.unhealthy_steps)))  # a step may be of several generations
+        print_result(f"  UNHEALTHY: step {steps}: numbers that are not finite, or a bad loss")
     nothing = "no tier here has a whole checkpoint; a restart of the run reads the parts of all nodes"
     nothing = f"  {nothing}" if nodes and nodes.parts else "  nothing restorable"
     print_result(f"  get it back:  {_restore_command(run, settings)}" if newest else nothing)
@@ -282,7 +283,7 @@ def _risk(risk: RiskReport) -> str:
     if risk.tier is None:
         nowhere = "no second cold tier has a checkpoint" if risk.lost == "region" else "no cold tier has a checkpoint"
         return f"all work is lost: {nowhere}"
-    work = [f"{risk.steps} steps"] if risk.steps is not None else []
+    work = [f"{risk.steps} step{'' if risk.steps == 1 else 's'}"] if risk.steps is not None else []
     work += [] if risk.seconds is None else [duration(risk.seconds)]
     work += [] if not risk.gpu_seconds else [f"{duration(risk.gpu_seconds)} of GPU time"]
     restore = "" if risk.restore_s is None else f"; a restore takes {duration(risk.restore_s)}"

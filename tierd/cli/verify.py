@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Annotated
 
 import msgspec
@@ -87,12 +88,14 @@ async def verify(
         unlisted = tiers.catalog.unlisted()
         unreachable = checked & unlisted.keys()
         if unreachable == checked:
-            raise TierUnreachable(f"list {tier}: {unlisted[min(checked)]}")
+            name = min(checked)
+            raise TierUnreachable(f"list {name}: {unlisted[name]}")
         lost = {(name, c) for name, c in lost if not ((entry := tiers.catalog.get(c)) and name in entry.tiers)}
         found = _matching(query, tiers, checked, lost, is_newest_only=step == "latest")
         if not found:
-            where = place or tier or "any tier"
-            raise NotFound(f"verify {query}: there is none in {where}", hint="`tierd ls` shows what there is")
+            where = f" of {place}" if place else ""
+            named_query = replace(query, tier=tier or query.tier)
+            raise NotFound(f"verify {named_query}{where}: there is none", hint="`tierd ls` shows what there is")
         with progress_bar("verifying", sum(size_bytes for _, _, size_bytes, _ in found)) as progress:
             for name, checkpoint, _, why in found:
                 one = Verified(run=checkpoint.run, step=checkpoint.step, generation=checkpoint.generation, tier=name)

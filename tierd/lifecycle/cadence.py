@@ -224,7 +224,7 @@ class _Snapshots:
 # ── cadence = "auto" ──
 
 FIRST_S = 60.0  # until the first snapshot was measured
-LEAST_S, MOST_S = 1.0, 3600.0  # clocks are checked once a second; an hour of work is what a failure may cost at most
+LEAST_S, MOST_S = 1.0, 3600.0  # clocks are checked once a second; a failure may cost an hour of work at most
 PRIOR_MTBF_S = 86400.0  # with nothing known: a large job fails a few times a day, a small one rarely
 
 

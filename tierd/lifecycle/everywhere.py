@@ -1,7 +1,8 @@
 """Which parts of a run over several nodes stay in hot, because a restart may need them.
 
 One node may be slower than the others. If a fast node deleted an older part by its own policy, no step might be left
-that all nodes have. So the trainers tell which step is durable on every node, and what is not older stays. Pure.
+that all nodes have. So the trainers report the step that is durable on every node, and parts of it or newer ones stay.
+Pure.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ def needed_parts(
     is_full: bool = False,
 ) -> set[CheckpointId]:
     """Of the parts in hot of one run, those that are not deleted: at or above `everywhere`, the newest checkpoint that
-    is known to be durable on every node; while none is known, at or above the newest that a cold tier has whole. One of
-    an earlier start than that says nothing about the nodes of the later start, and does not count.
+    is known to be durable on every node; while none is known, at or above the newest that a cold tier has whole. If
+    `everywhere` is of an earlier generation than that, it says nothing about the nodes of the later one and is ignored.
 
     `is_full`: hot needs room. Then a part may go if a cold tier has that checkpoint or a newer one.
     """

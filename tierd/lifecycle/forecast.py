@@ -120,7 +120,7 @@ def _steady_count(views: list[CheckpointView], rules: list[TierPolicy], pace: _P
 
 
 def _past(views: list[CheckpointView], rules: list[TierPolicy], pace: _Pace) -> list[CheckpointView]:
-    """Simulated checkpoints before the newest, at this pace: all that the rules look at, at most one per hour beyond
+    """Simulated checkpoints before the newest, at this pace: all that the rules can keep, at most one per hour beyond
     `keep_last`."""
     newest = views[-1]
     newest_at = max(view.created_at for view in views if view.created_at is not None)

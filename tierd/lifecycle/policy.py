@@ -75,12 +75,12 @@ def copies(
 def lasting(checkpoints: Iterable[CheckpointView], policy: TierPolicy) -> set[CheckpointId]:
     """Of those that the policy keeps, the ones that newer checkpoints do not replace: kept for good, or kept although
     there are `keep_last` newer ones. It may name others too, which the policy does not keep."""
-    found: set[CheckpointId] = set()
+    lasting_ids: set[CheckpointId] = set()
     for _, views in by_run(checkpoints):
         healthy = sorted((view for view in views if view.healthy is not False), key=lambda view: view.id.recency)
-        found |= {view.id for view in healthy[: -max(policy.keep_last, 1)]}
-        found |= {view.id for view in views if kept_forever(view, policy)}
-    return found
+        lasting_ids |= {view.id for view in healthy[: -max(policy.keep_last, 1)]}
+        lasting_ids |= {view.id for view in views if kept_forever(view, policy)}
+    return lasting_ids
 
 
 def deletions(decisions: Iterable[Decision]) -> list[Decision]:
@@ -123,7 +123,7 @@ def by_run(checkpoints: Iterable[CheckpointView]) -> list[tuple[Run, list[Checkp
 class _RunPolicy:
     """What each tier keeps of one run. Only confirmed replicas count: an unknown tier counts as empty.
 
-    That never deletes too much: the fewer checkpoints there are to choose from, the likelier each one is kept.
+    That never deletes too much: a checkpoint that is kept of some checkpoints is also kept of fewer.
     """
 
     def __init__(

@@ -111,7 +111,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """`errors` and `unreadable`: what was found so far; they grow while the selection goes on."""
+    """`errors` and `unreadable`: what could not be read so far; both grow while the selection goes on."""
 
     candidate: Candidate
     tier: str
@@ -121,7 +121,7 @@ class Selected:
     @property
     def passed_over(self) -> list[str]:
         """Why nothing newer or nearer was selected."""
-        newer = (one.reason for one in self.unreadable if one.id.recency >= self.candidate.id.recency)
+        newer = (replica.reason for replica in self.unreadable if replica.id.recency >= self.candidate.id.recency)
         return [*map(str, self.errors), *newer]
 
 
@@ -155,20 +155,21 @@ def select_each(
         if query.matches(candidate.id, candidate.milestones) and any(map(query.allows, candidate.tiers))
     ]
     listed = (*inventory.unreadable, *inventory.foreign)
-    unreadable = [one for one in listed if query.matches(one.id) and query.allows(one.tier)]
-    newer_formats = [one for one in unreadable if one.is_newer_format]
-    foreign_in_hot = [one for one in inventory.foreign if one in unreadable and one.tier == HOT]
+    unreadable = [replica for replica in listed if query.matches(replica.id) and query.allows(replica.tier)]
+    newer_formats = [replica for replica in unreadable if replica.is_newer_format]
+    foreign_in_hot = [replica for replica in inventory.foreign if replica in unreadable and replica.tier == HOT]
     errors: list[TierdError] = []
     for candidate in sorted(matching, key=lambda candidate: candidate.id.recency, reverse=True):
         checkpoint = candidate.id
-        for one in newer_formats:
-            if one.id.recency > checkpoint.recency:
-                raise _newer_format(one)
-        for one in foreign_in_hot:
-            if one.id.recency > checkpoint.recency:
-                raise _foreign(f"select {one.id}, the newest in hot: {one.reason}", one, _OLDER_HINT)
+        for replica in newer_formats:
+            if replica.id.recency > checkpoint.recency:
+                raise _newer_format(replica)
+        for replica in foreign_in_hot:
+            if replica.id.recency > checkpoint.recency:
+                raise _foreign(f"select {replica.id}, the newest in hot: {replica.reason}", replica, _OLDER_HINT)
         if candidate.is_healthy is False and not query.allow_unhealthy:
-            hint = "`tierd show` lists the tensors; to restore it even so: --allow-unhealthy, allow_unhealthy=True"
+            hint = "`tierd show` lists the tensors; to restore it even so: --allow-unhealthy, allow_unhealthy=True; "
+            hint += "docs/RUNBOOK.md#unhealthy-checkpoint"
             errors.append(
                 Unhealthy(f"restore {checkpoint}: it holds numbers that are not finite, or its loss was bad", hint=hint)
             )
@@ -225,15 +226,15 @@ def _refusal(
             gravest.append(Corrupt(f"restore {checkpoint}: its replica in {tier} is damaged", hint=hint))
     if gravest:
         return min(gravest, key=_gravity)
-    parts = [one for one in unreadable if one.is_part]
-    unreadable = [one for one in unreadable if not one.is_part]
+    parts = [replica for replica in unreadable if replica.is_part]
+    unreadable = [replica for replica in unreadable if not replica.is_part]
     if unreadable:
-        for one in unreadable:
-            if one.is_newer_format:
-                return _newer_format(one)
-        foreign = [one for one in unreadable if one in inventory.foreign]
+        for replica in unreadable:
+            if replica.is_newer_format:
+                return _newer_format(replica)
+        foreign = [replica for replica in unreadable if replica in inventory.foreign]
         if len(foreign) == len(unreadable):
-            newest = max(foreign, key=lambda one: one.id.recency)
+            newest = max(foreign, key=lambda replica: replica.id.recency)
             message = f"find {query}: all that exist are foreign; the newest is {newest.id}: {newest.reason}"
             return _foreign(message, newest, "")
         why = f"find {query}: no manifest can be read: {unreadable[0].reason}"
@@ -245,7 +246,7 @@ def _refusal(
             hint="the checkpoint may be there: try again later; to start fresh, take the tier out of the config",
         )
     if parts:
-        newest = max(parts, key=lambda one: one.id.recency)
+        newest = max(parts, key=lambda replica: replica.id.recency)
         return Incomplete(f"find {query}: none is whole: {newest.reason}", hint=_PART_HINT)
     return NotFound(f"find {query}: there is none", hint=_alternatives(query, inventory.candidates))
 

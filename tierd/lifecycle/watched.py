@@ -1,9 +1,10 @@
 """Which checkpoints in a watched folder are complete, and of which step: a pure function of a listing.
 
-Existence never counts. A preset names what its framework writes last, and that must be whole: JSON that can be parsed,
-or the end of a zip archive, as torch.save leaves it. Besides, nothing may have changed for a while, because other
-ranks may still write; nothing may have been written long after what is last, since a save that goes over a former one
-finds its marker there; and nothing may have been deleted after the last write, since a rotation may have been killed.
+That the files exist proves nothing. A preset names the file that its framework writes last. That file must be whole:
+JSON that can be parsed, or a zip archive with its end, as torch.save writes it. Three more conditions hold:
+- Nothing has changed for a while, because other ranks may still write.
+- Nothing was written long after the last file. A save over an older checkpoint finds the last file of that one.
+- Nothing was deleted after the last write. The framework may have been killed while it deleted an old checkpoint.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class Whole(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """`pattern`: of the names, with the group `step`; a name without it has its step in the marker. `marker`: the file
-    in the checkpoint that is written last; empty: the entry itself, or with NAMED the file beside it. `needs`: files
-    that a checkpoint has, and folders, with a slash at the end, in which a file is. `alike`: how the names of files
-    begin that a checkpoint has if others have them: they are written after the marker. `example`: of a name."""
+    """How a framework names and writes checkpoints. `pattern`: of the names, with the group `step`; where the group is
+    empty, the marker has the step. `marker`: the file in the checkpoint that is written last; empty: the entry itself,
+    or with NAMED the file `beside` the checkpoints. `needs`: files that a checkpoint must have, and folders, with a
+    slash at the end, that must have a file. `alike`: a prefix of file names. These files are written after the marker,
+    and a checkpoint must have those that other checkpoints have. `example`: a name that fits."""
 
     name: str
     pattern: re.Pattern[str]
@@ -59,7 +61,7 @@ class Preset:
     alike: str = ""
 
     def step_of(self, name: str) -> int:
-        """0 where the name has none."""
+        """The step in the name; 0 if there is none."""
         match = self.pattern.fullmatch(name)
         return int(match["step"] or 0) if match else 0
 
@@ -140,7 +142,7 @@ PRESETS = {
 
 
 def preset_of(watch: WatchConfig) -> Preset:
-    """The preset that a watch names, with its own marker where it has one, or one made of its pattern."""
+    """The preset that the watch names, with the watch's marker if it has one; else a preset made from its pattern."""
     if watch.preset:
         preset = PRESETS[watch.preset]
         if not watch.marker:
@@ -169,11 +171,12 @@ def _suffix(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """An entry of the watched folder. `modified_s`: of the newest file in it; `folder_modified_s` of the newest folder.
-    `unchanged_s`: for how long it was seen without a change. `files`: paths of the files in it. `marker`: the content
-    of the preset's marker where it is JSON, else empty; None: it is not there. `marker_modified_s`: when it was
-    written. `is_whole`: as its format says; None: that is not known. Of a single file, the marker is itself, and
-    `head` its first bytes. `cut`: files in a folder that end too early by their format."""
+    """An entry of the watched folder. `modified_s`: the time of the newest file in it; `folder_modified_s`: of the
+    newest folder. `unchanged_s`: for how long no change was seen. `files`: paths of the files in it. `marker`: the
+    content of the preset's marker if it is JSON, else empty; None if there is no marker. `marker_modified_s`: when the
+    marker was written. `is_whole`: whether the marker ends as its format says; None: unknown. The marker of a single
+    file is the file itself, and `head` has its first bytes. `cut`: files in a folder that are shorter than their format
+    says."""
 
     name: str
     is_folder: bool
@@ -191,8 +194,8 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """`complete`: the step by the name of the entry, oldest first. `waiting`: why the others are not, by name. `quiet`:
-    those of `waiting` that only wait until nothing was written for a while. `other`: names that are no steps of the
+    """`complete`: the step of each complete entry by name, oldest first. `waiting`: why an entry is not complete, by
+    name. `quiet`: those of `waiting` that only have to stay unchanged for a while. `other`: names that do not fit the
     preset."""
 
     complete: dict[str, int] = field(default_factory=dict[str, int])
@@ -210,9 +213,10 @@ def judge(
     named_before: Collection[str] = (),
     former: Collection[str] = (),
 ) -> Verdicts:
-    """`beside`: the content of the preset's file beside the checkpoints, and when it was written; `named_before`: what
-    it has named since that was last changed. `quiet_s`: since the last write, and how much later than the last file
-    another rank may write its own. `former`: the files of one that was adopted."""
+    """Which entries are complete. `quiet_s`: for how long an entry must be unchanged, and how much later than the last
+    file another rank may write its own. `beside`: the content of the preset's file beside the checkpoints, and when it
+    was written. `named_before`: the entries that this file has named and that have not changed since. `former`: the
+    files of a checkpoint that was adopted."""
     verdicts = Verdicts()
     steps: dict[str, tuple[int, float]] = {}
     named = {beside_name(beside[0]), *named_before}
@@ -231,7 +235,7 @@ def judge(
         elif entry.folder_modified_s - entry.modified_s > _slack_s(preset, quiet_s):
             verdicts.waiting[entry.name] = "files in it were deleted or moved after the last one was written"
         elif entry.unchanged_s < quiet_s:
-            verdicts.waiting[entry.name] = f"it has not been unchanged for {quiet_s:g} s yet"
+            verdicts.waiting[entry.name] = f"it must be unchanged for {quiet_s:g} s first"
             verdicts.quiet.add(entry.name)
         else:
             steps[entry.name] = step, entry.modified_s
@@ -241,13 +245,13 @@ def judge(
 
 
 def is_name(name: str, preset: Preset, *, is_folder: bool) -> bool:
-    """Whether a checkpoint of the preset may be called so."""
+    """Whether a checkpoint of the preset can have this name."""
     match = preset.pattern.fullmatch(name) if is_folder == preset.is_folder else None
     return match is not None and len(match["step"] or "") <= STEP_DIGITS_MAX
 
 
 def _slack_s(preset: Preset, quiet_s: float) -> float:
-    """How much later than the last write a folder may change: to rename a file into place takes an fsync before."""
+    """How much later than the last write a folder may change. A rename into place follows the write and an fsync."""
     return quiet_s if preset.whole is Whole.PRESENT else FOLDER_SLACK_S
 
 
@@ -266,9 +270,9 @@ def beside_name(content: bytes) -> str:
 
 
 def _unfinished(entry: Listed, preset: Preset, named: Collection[str]) -> str:
-    """Why its last file is not written; empty if it is."""
+    """Why the last file of the entry is not there or not whole; empty if it is whole."""
     if preset.whole is Whole.NAMED:
-        # Of others it is not known whether they were ever named.
+        # It is not known whether the file has named the other entries earlier.
         return "" if entry.name in named else f"{preset.beside} does not name it"
     what = preset.marker or entry.name
     if entry.marker is None:
@@ -280,19 +284,19 @@ def _unfinished(entry: Listed, preset: Preset, named: Collection[str]) -> str:
     if preset.whole is Whole.FLAT and (problem := _flat_problem(entry, preset)):
         return problem
     if preset.whole is Whole.FORMAT and entry.is_whole is None:
-        return f"whether {what} is whole cannot be seen: set renamed = true if it is renamed into place, or a marker"
+        return f"{what} does not show whether it is whole: set a marker, or renamed = true if it is renamed into place"
     if preset.whole is Whole.FORMAT and not entry.is_whole:
         return f"{what} is not whole"
     return ""
 
 
 def _lacks(entry: Listed, preset: Preset, alike: set[str]) -> str:
-    """Which of its other files is missing or not whole; empty if none is."""
+    """Which other file of the entry is missing or not whole; empty if none is."""
     for need in preset.needs:
         if not any(path.startswith(need) if need.endswith("/") else path == need for path in entry.files):
             return f"{need} is not there yet"
     if entry.is_folder and (missing := sorted(alike - entry.files)):
-        return f"{missing[0]}, which others have, is not there yet"
+        return f"{missing[0]} is not there yet; other checkpoints have it"
     return f"{entry.cut[0]} is not whole" if entry.cut else ""
 
 
@@ -307,8 +311,8 @@ def _flat_problem(entry: Listed, preset: Preset) -> str:
 
 
 def is_zip_end(tail: bytes, size_bytes: int) -> bool:
-    """Whether a file of this size with these last ZIP_TAIL_BYTES is a whole zip archive without a comment: its
-    directory ends where the end begins."""
+    """Whether a file of this size with these last ZIP_TAIL_BYTES is a whole zip archive without a comment: the central
+    directory ends where the end record begins."""
     if len(tail) < ZIP_TAIL_BYTES:
         return False
     signature, _, _, _, _, directory_bytes, offset, comment_bytes = ZIP_END.unpack(tail[-ZIP_END.size :])
@@ -330,7 +334,7 @@ def _json(raw: bytes) -> dict[str, object] | None:
 
 
 def fitting(names: Mapping[str, bool]) -> list[str]:
-    """The presets that fit these names, for one that does not. The values say whether a name is that of a folder."""
+    """The presets that fit at least one of these names. The values say whether a name is that of a folder."""
     return [
         preset.name
         for preset in PRESETS.values()
@@ -339,12 +343,12 @@ def fitting(names: Mapping[str, bool]) -> list[str]:
 
 
 def misfit(path: str, names: Mapping[str, bool], preset: Preset) -> Unsupported | None:
-    """For a folder without a name of the preset: what was seen and which preset would fit. None where none would."""
+    """The error for a folder where no name fits the preset: the names, and the presets that fit. None if none fits."""
     if not (fits := fitting(names)):
         return None
-    seen = sorted(name for name, is_folder in names.items() if fitting({name: is_folder}))
+    fitting_names = sorted(name for name, is_folder in names.items() if fitting({name: is_folder}))
     return Unsupported(
-        f"watch {path}: nothing there is called as {preset.name} calls checkpoints, such as {preset.example}; "
-        f"there is {', '.join(seen[:NAMED_MAX])}",
+        f"watch {path}: no name there fits the preset {preset.name}, as {preset.example} would; "
+        f"there is {', '.join(fitting_names[:NAMED_MAX])}",
         hint="this would fit: " + " or ".join(f'preset = "{name}"' for name in fits),
     )

@@ -267,7 +267,8 @@ def translated(action: str, *, missing: type[TierdError] = NotFound) -> Generato
         if error.errno == errno.ENOENT:
             raise missing(message) from error
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise BadRequest(message, hint="links below a tier's root are not followed") from error
+            hint = "a tier and its folders must be directories; links below a tier's root are not followed"
+            raise BadRequest(message, hint=hint) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = "the daemon's user must own the directory, and it must be mounted for writing"
             raise TierUnreachable(message, hint=hint) from error

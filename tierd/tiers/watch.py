@@ -68,7 +68,7 @@ async def watch(root: Path, on_change: Callable[[], None]) -> AsyncGenerator[Non
 
 class FolderEvents:
     """Calls `on_change` on watchdog's thread after something in a folder was made, closed, moved or deleted. Making one
-    blocks while it walks the folder. Raises OSError where there is no inotify."""
+    blocks while it walks the folder. Raises OSError where inotify is not available."""
 
     def __init__(self, folder: Path, on_change: Callable[[], None]) -> None:
         self._observer = Observer()

@@ -49,7 +49,7 @@ def names(path: Path) -> Names:
             links = [entry.name for entry in kept if entry.is_symlink()]
             folders = {entry.name: entry.is_dir(follow_symlinks=False) for entry in kept if not entry.is_symlink()}
     except FileNotFoundError as error:
-        raise NotFound(f"watch {path}: it is not there", hint="the training may make it later") from error
+        raise NotFound(f"watch {path}: it does not exist", hint="the training may make it later") from error
     except (PermissionError, NotADirectoryError) as error:
         hint = f"user {os.geteuid()}, who runs the daemon, must be able to list it"
         raise BadRequest(f"watch {path}: {error.strerror}", hint=hint) from error

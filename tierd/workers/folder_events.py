@@ -1,7 +1,7 @@
-"""Whether inotify reports what happens in a watched folder, and the pass that a change starts.
+"""Starts a pass over a watched folder when inotify reports a change, and notices when inotify misses changes.
 
-Where it cannot be had, or does not report a change that a listing shows, as of another machine on NFS or after an
-overflow of its queue, the folder is polled.
+The folder is polled where inotify is not available, or where it has not reported a change that a listing shows, because
+another machine wrote there over NFS or its queue was full.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tierd.tiers.watch import FolderEvents
 
 log = logging.getLogger("tierd")
 
-UNREPORTED_S = 5.0  # a change that inotify has not reported after this time, it does not report
-GAP_S = 0.5  # between an event and the pass: a save makes many
+UNREPORTED_S = 5.0  # how long after a change its event may come; then it counts as missed
+GAP_S = 0.5  # from an event to the pass, because a save causes many events
 
 
 class EventSource:
@@ -26,7 +26,7 @@ class EventSource:
 
     def __init__(self, path: Path, pool: ThreadPool, on_change: Callable[[], None], now_s: Callable[[], float]) -> None:
         self._path, self._pool, self._on_change, self._now_s = path, pool, on_change, now_s
-        self.why_not = "it is not there"
+        self.why_not = "the folder does not exist"
         self._source: FolderEvents | None = None
         self._is_tried = False
         self._names: int | None = None
@@ -37,16 +37,17 @@ class EventSource:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether a change was seen that was not reported, or not yet."""
+        """Whether a listing has shown a change that inotify has not reported so far."""
         return self._unreported_s is not None and not self.why_not
 
     def begin_pass(self) -> None:
-        """Before the folder is listed: a later event may be of a change that the listing lacks."""
+        """Call it before the folder is listed: the listing may lack the change of an event that comes after this."""
         self._loop = asyncio.get_running_loop()
         self._had_event, self._has_event = self._has_event, False
 
     async def follow(self, names: int) -> None:
-        """`names`: differs when the names in the folder do. Raises TierUnreachable when it does not answer."""
+        """Call it after the folder is listed. `names`: a number that changes when the names in the folder change.
+        Raises TierUnreachable when the folder does not answer."""
         if self._source is not None and not self._source.is_alive:
             await self.stop()  # the folder was deleted and made again
         if not self._is_tried:
@@ -55,7 +56,7 @@ class EventSource:
                 self._source = await self._pool.run(FolderEvents, self._path, self._notice)
                 self.why_not = ""
             except OSError as error:
-                self._poll(f"there is no inotify: {error.strerror or error}")
+                self._poll(f"inotify is not available: {error.strerror or error}")
         elif self._had_event:
             self._unreported_s = None
         elif self._unreported_s is None and names != self._names:
@@ -67,7 +68,7 @@ class EventSource:
     async def stop(self) -> None:
         source, self._source = self._source, None
         self._names, self._unreported_s = None, None
-        self._is_tried, self.why_not = False, "it is not there"
+        self._is_tried, self.why_not = False, "the folder does not exist"
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,9 +1,9 @@
 """Adopts the checkpoints that a framework writes into a folder, when they are complete. One worker for each [[watch]].
 
-A pass lists the folder, and scans what may be new. A checkpoint must have been unchanged for a while, and be
-complete as its preset says; it is not adopted when anything in it changes while it is copied. With inotify a change
-starts a pass; without it the folder is polled. Whatever is wrong there is a line in the status and the log, and stops
-nothing else.
+A pass lists the folder and scans the checkpoints that may be new. A checkpoint is adopted when its preset says that it
+is complete and nothing in it has changed for a while. If anything in it changes while it is copied, it is not adopted.
+With inotify a change starts a pass; without it the folder is polled. Each problem is a line in the status and the log,
+and stops nothing else.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from tierd.workers.watch_findings import WatchFindings, lines, shown
 
 log = logging.getLogger("tierd")
 
-SLOW_INTERVAL_S = 60.0  # with inotify: what it has not reported is found by then
-RECHECKED = 8  # of what was adopted, the newest are scanned again: they may be written in place
-SCANNED_MAX = 1000  # of what is not adopted, the newest
+SLOW_INTERVAL_S = 60.0  # between passes with inotify, for changes that it has not reported
+RECHECKED = 8  # the newest adopted checkpoints, which are scanned again because they may be written in place
+SCANNED_MAX = 1000  # the newest checkpoints that are not adopted
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What an entry of the folder was in the last pass. `key`: changes when anything in it does. `since_s`: since when
-    it is so. `is_late`: newer ones had been adopted before it was seen. `listed`: what was read there, once it was
-    unchanged for long enough. `is_done`: it needs nothing more; `note` says why it was left alone. `was_named`: by the
-    preset's file beside the checkpoints. `tries`, `not_before_s`: of an adoption that failed."""
+    """An entry of the folder as of the last pass. `key`: a number that changes when anything in the entry changes.
+    `since_s`: when the entry was first seen with this key. `is_late`: newer checkpoints had been adopted before it was
+    seen. `listed`: its files, read once it was unchanged for long enough. `is_done`: it was adopted or left alone;
+    `note` says why it was left alone. `was_named`: the preset's file beside the checkpoints has named it. `tries`,
+    `not_before_s`: how often its adoption failed, and when it is tried again."""
 
     key: int
     since_s: float
@@ -97,14 +98,14 @@ class Watcher:
     # ── one pass ──
 
     async def run_once(self) -> bool:
-        """True also where something could not be adopted: each entry has its own backoff."""
+        """Returns True even if a checkpoint could not be adopted, because each one has its own backoff."""
         self._findings.begin_pass()
         await self._clear_leftovers()
         self._events.begin_pass()
         try:
-            found = await self._pool.query(names, self._path)
-            await self._events.follow(found.key)
-            await self._scan(found)
+            listing = await self._pool.query(names, self._path)
+            await self._events.follow(listing.key)
+            await self._scan(listing)
         except TierdError as error:
             await self._forget_folder(error)
         else:
@@ -122,7 +123,7 @@ class Watcher:
         self._pool.close()
 
     async def _clear_leftovers(self) -> None:
-        """What killed processes left: parts of `tierd adopt` in hot, and of deletions in the folder."""
+        """Delete what killed processes left: incomplete adoptions in hot, and incomplete deletions in the folder."""
         if self._has_cleared:
             return
         folder = self._context.hot_store.root / self.run
@@ -146,15 +147,15 @@ class Watcher:
         self._seen.clear()
         self._complete_s.clear()
 
-    # ── what lies there ──
+    # ── scan ──
 
-    async def _scan(self, found: Names) -> None:
-        """Set what is complete, what waits, and what is wrong, of the names that were found."""
+    async def _scan(self, listing: Names) -> None:
+        """Scan the listed checkpoints: which are complete, which are not and why, and which cannot be read."""
         preset, now_s = self._preset, self._context.monotonic_s()
-        for name in [name for name in self._seen if name not in found.folders]:
+        for name in [name for name in self._seen if name not in listing.folders]:
             self._gone(name)
-        steps = [name for name, is_folder in found.folders.items() if is_name(name, preset, is_folder=is_folder)]
-        self._note_others(found, steps)
+        steps = [name for name, is_folder in listing.folders.items() if is_name(name, preset, is_folder=is_folder)]
+        self._note_others(listing, steps)
         ready: list[Listed] = []
         unready: dict[str, str] = {}
         changing: set[str] = set()
@@ -166,7 +167,7 @@ class Watcher:
             except TierdError as error:
                 self._seen.pop(name, None)
                 if isinstance(error, Transient) and name not in self._changing:
-                    changing.add(name)  # it is written or deleted just now
+                    changing.add(name)  # it is being written or deleted
                 else:
                     self._findings.problems[name] = error
                 continue
@@ -192,10 +193,10 @@ class Watcher:
         for name in verdicts.complete:
             self._complete_s.setdefault(name, now_s)
         for name in [name for name in self._complete_s if name not in verdicts.complete]:
-            del self._complete_s[name]  # it is written again
+            del self._complete_s[name]  # it is being written again
 
     def _to_scan(self, steps: list[str]) -> list[str]:
-        """The names that may be new, and the newest of what was adopted."""
+        """The names of checkpoints that may be new, and of the newest adopted ones."""
         newest_first = sorted(steps, key=self._preset.step_of, reverse=True)
         done = [name for name in newest_first if name in self._seen and self._seen[name].is_done]
         settled = set(done[RECHECKED:])
@@ -208,7 +209,7 @@ class Watcher:
         return unsettled[:SCANNED_MAX]
 
     async def _scan_entry(self, name: str, now_s: float) -> Listed | str:
-        """What is there, or why it is too early to say; "" where nothing is left to do. Raises as `scan`."""
+        """Its files, or why it cannot be judged yet; "" if nothing is left to do. Raises what `scan_entry` raises."""
         tree = await self._pool.query(scan_entry, self._path / name)
         if tree is None:
             return ""
@@ -222,30 +223,30 @@ class Watcher:
         if not tree.files:
             return "there is no file in it yet"
         if now_s - seen.since_s < self._watch.quiet_s:
-            return f"it has not been unchanged for {self._watch.quiet_s:g} s yet"
+            return f"it must be unchanged for {self._watch.quiet_s:g} s first"
         if seen.listed is None:
             seen.listed = await self._pool.query(lambda: listed(tree, self._preset, unchanged_s=self._watch.quiet_s))
         return seen.listed
 
     def _gone(self, name: str) -> None:
-        """It was deleted or renamed by the framework."""
+        """Forget an entry that the framework has deleted or renamed."""
         del self._seen[name]
         if self._complete_s.pop(name, None) is not None and not self._holder:
             self._findings.count_missed(name)
 
-    def _note_others(self, found: Names, steps: list[str]) -> None:
-        """What else lies there, and the preset that would fit."""
-        others = sorted({*found.folders} - {*steps} - {self._preset.beside})
-        links = [name for name in found.links if is_name(name, self._preset, is_folder=self._preset.is_folder)]
+    def _note_others(self, listing: Names, steps: list[str]) -> None:
+        """Note the names that are not checkpoints, and the preset that would fit them."""
+        others = sorted({*listing.folders} - {*steps} - {self._preset.beside})
+        links = [name for name in listing.links if is_name(name, self._preset, is_folder=self._preset.is_folder)]
         if links:
             self._findings.notes.append(f"not adopted, because they are links: {shown(links)}")
-        if not steps and (error := misfit(str(self._path), found.folders, self._preset)):
+        if not steps and (error := misfit(str(self._path), listing.folders, self._preset)):
             self._findings.problems[""] = error
         elif others:
-            self._findings.notes.append(f"no steps: {shown(others)}")
-        if found.is_cut:
+            self._findings.notes.append(f"not checkpoints: {shown(others)}")
+        if listing.is_cut:
             self._findings.problems[""] = Transient(
-                f"watch {self._path}: it has more than {len(found.folders)} entries, and the rest is not scanned",
+                f"watch {self._path}: it has more than {len(listing.folders)} entries, and the rest is not scanned",
                 hint="let the framework delete old checkpoints, or give each run a folder of its own",
             )
 
@@ -277,7 +278,7 @@ class Watcher:
                 limits = self._context.config.limits
                 seen.not_before_s = now_s + backoff_s(seen.tries, min_s=limits.retry_min_s, max_s=limits.retry_max_s)
                 if isinstance(error, Full):
-                    return  # nothing newer before it
+                    return  # a newer one must not be adopted before it
             if self._holder:
                 return
 
@@ -291,21 +292,21 @@ class Watcher:
             if is_same_tree(stored, former.manifest, tree):
                 return self._done(name, seen)
             if stored.name != tree.name and all(entry.id.step <= step for entry in entries):
-                return self._done(name, seen, note=f"not adopted, because {stored.name} was, of the same step: {name}")
+                return self._done(name, seen, note=f"{name} is not adopted: {stored.name} of the same step was")
             if stored.name == tree.name and not was_saved_again(stored, tree, self._preset.marker):
                 raise TargetNotEmpty(
                     f"adopt {tree.path}: something in it was written after it was adopted as {former.id}",
-                    hint=f"that stays as it is; `tierd adopt --generation {former.id.generation + 1}` adopts this, too",
+                    hint=f"that one is kept; `tierd adopt --generation {former.id.generation + 1}` adopts this too",
                 )
             log.warning("watch %s: %s was saved again, so a new generation begins", self._path, name)
             least = former.id.generation + 1
         elif seen.is_late:
-            return self._done(name, seen, note=f"not adopted, because newer ones were adopted before: {name}")
+            return self._done(name, seen, note=f"{name} is not adopted: newer ones were adopted before")
         known = [entry.id for entry in entries]
         standing = await self.claim.standing(least=least)
         self._holder = standing.holder
         if self._holder or any(entry.id not in known and entry.id.step == step for entry in self._stored.entries()):
-            return None  # in the latter case, the former holder has adopted it, and the next pass compares them
+            return None  # in the second case the former holder has adopted it; the next pass compares the two
         checkpoint = adopted_id(self._context.catalog, self.run, step, standing.generation, is_lenient=True)
         await self._adopter.adopt(tree.path, seen.key, checkpoint)
         self._context.metrics.watched_total.labels(self.run, "adopted").inc()
@@ -313,7 +314,7 @@ class Watcher:
         return self._done(name, seen)
 
     def _done(self, name: str, seen: _Seen, *, note: str = "") -> None:
-        """Adopted, or left alone with a note."""
+        """Mark it as adopted, or with a note as left alone."""
         seen.is_done, seen.is_adopted, seen.note, seen.tries, seen.listed = True, not note, note, 0, None
         self._complete_s.pop(name, None)
         if self._watch.source == "keep":
@@ -322,9 +323,9 @@ class Watcher:
     # ── removal ──
 
     async def _remove_sources(self) -> None:
-        """Delete what was adopted there, but the newest, once every tier that keeps it has it. What no tier keeps goes
-        too: the policy has given it up. What was lost or is foreign now stays, and all of it while a replica cannot be
-        read."""
+        """Delete the adopted checkpoints from the folder, except the newest, once every tier that keeps them has them.
+        Those that no tier keeps any more are deleted too. Those whose replica was lost or is foreign stay, and all of
+        them while a replica cannot be read."""
         context = self._context
         adopted = sorted(
             (name for name, seen in self._seen.items() if seen.is_adopted and seen.is_done), key=self._preset.step_of
@@ -361,7 +362,7 @@ class Watcher:
         self._context.metrics.watch_lag_seconds.labels(self.run).set(0.0 if self._holder else round(lag_s, 3))
 
     def _next_s(self) -> float:
-        """Until the next pass, if nothing wakes it before."""
+        """Seconds until the next pass, unless an event starts one earlier."""
         now_s, usual_s = self._context.monotonic_s(), self._poll_s
         if self._was_there and not self._events.why_not:
             usual_s = max(usual_s, SLOW_INTERVAL_S)

@@ -1,9 +1,9 @@
 """Copies snapshots from memory to the cold tiers while the hot tier is full or its disk fails.
 
-The newest snapshot first, to all cold tiers at once. It is durable when the first one has committed it: the others then
-get as much time again, unless another snapshot waits, so that a slow tier does not occupy the slots. `Replicated` is
-sent for each tier, and `Persisted` is not: the checkpoint is not in hot. When hot has room for the snapshot before a
-cold tier has committed it, the copies end and the persister tries hot again.
+The newest snapshot is copied first, to all cold tiers at once. It is durable when the first one has committed it. The
+others then get the same time once more, unless another snapshot waits, so that a slow tier does not occupy the slots.
+`Replicated` is sent for each tier, and `Persisted` is not, because the checkpoint is not in hot. When hot has room for
+the snapshot before a cold tier has committed it, the copies end and the persister tries hot again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tierd.workers.hot_space import HotSpace, no_room
 log = logging.getLogger("tierd")
 
 EXTRA_TIME_MIN_S = 30.0  # for the other tiers, after the first one has committed
-POLL_S = 1.0  # looks for a snapshot that waits, which ends the extra time, and for room in hot
+POLL_S = 1.0  # how often it checks for a waiting snapshot, which ends the extra time, and for room in hot
 
 
 class WriteThrough:
@@ -95,14 +95,14 @@ class WriteThrough:
         )
         entry = self._catalog.get(snapshot_set.id)
         if entry is not None and entry.manifest != snapshot_set.manifest:
-            snapshot_set.refused_by.discard(HOT)  # a former daemon has committed it: the persister compares the two
+            snapshot_set.refused_by.discard(HOT)  # an earlier daemon has committed it: the persister compares the two
             return False
-        # A former attempt may have left its manifest in hot, and one checkpoint has one manifest.
+        # An earlier attempt may have left its manifest in hot, and a checkpoint has only one manifest.
         manifest = snapshot_set.manifest = snapshot_set.manifest or context.make_manifest(
             snapshot_set, sequence=sequence
         )
         source = ReadableTier(MEMORY, SnapshotStore(snapshot_set, manifest))
-        # Under a quota, hot may be full although its disk has free space, which then means nothing.
+        # Under a quota, hot can be full while its disk has free space; then the free space says nothing.
         size_bytes = snapshot_set.size_bytes
         is_waiting_for_room = snapshot_set.is_hot_full and await self._space.missing_bytes(size_bytes) > 0
         clock = asyncio.get_running_loop().time
