@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import shlex
@@ -51,9 +52,16 @@ async def judge_nothing(checkpoint: object) -> bool | None:
 # ── markers ──
 
 
-async def test_first_listing_marks_each_tier_and_later_ones_change_nothing(tmp_path: Path) -> None:
+async def test_first_listing_marks_each_tier_and_later_ones_change_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tierd")
     async with rooms_at(tmp_path) as rooms:
         await rooms.list_tiers()
+        assert caplog.messages == [
+            f"{name}: began a new tier at {tier.store.url}: is its disk mounted?" for name, tier in rooms.tiers.items()
+        ]
+        caplog.clear()
         made = {name: markers(root_of(rooms, name)) for name in rooms.tiers}
         assert [len(names) for names in made.values()] == [1, 1]
         assert made["hot"] != made["cold"]
@@ -61,6 +69,7 @@ async def test_first_listing_marks_each_tier_and_later_ones_change_nothing(tmp_p
         await rooms.list_tiers()
         assert {name: markers(root_of(rooms, name)) for name in rooms.tiers} == made
         assert rooms.incidents.recent() == []
+        assert caplog.messages == []
 
 
 async def test_a_marker_is_no_checkpoint_and_no_leftover(tmp_path: Path) -> None:

@@ -145,7 +145,10 @@ class Identities:
         identity = expected or str(uuid.UUID(hex=secrets.token_hex(16), version=4))
         about = {"format_version": FORMAT_VERSION, "identity": identity, "node": self._node}
         await tier.mark_identity(identity, {**about, "made_by": tierd.__version__})
-        if expected and self._on_loss is not None:
+        if expected is None:
+            mounted = ": is its disk mounted?" if tier.store.is_local else ""
+            log.info("%s: began a new tier at %s%s", tier.name, tier.store.url, mounted)
+        elif self._on_loss is not None:
             key = layout.tier_marker_key(expected)
             message = f"list {tier.name}: {tier.store.url} had the marker {key} and has none now"
             hint = "was it emptied, or replaced by an empty one? The marker was written again; "

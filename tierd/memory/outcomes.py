@@ -57,7 +57,7 @@ class RunOutcomes:
         if ranks is not None:
             ranks.present.discard(rank)
             ranks.ended_s = now_s
-            ranks.outcomes.setdefault(rank, (LOST, "the connection ended without a Goodbye"))
+            ranks.outcomes.setdefault(rank, (LOST, "it ended without a message: killed or crashed"))
 
     def is_in_good_order(self, run: Run, world_size: int) -> bool:
         """Whether every rank of the run's newest generation has left with a Goodbye, and none of them failed."""
