@@ -22,7 +22,7 @@ from tests.support.soak import (
 PLAIN = "[health]\nexamine = false"  # the shards are plain bytes
 
 
-@pytest.mark.parametrize("snapshots", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("snapshots", [200, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_footprint_of_the_daemon_is_flat_over_many_snapshots(tmp_path: Path, snapshots: int) -> None:
     with Daemon(tmp_path, more=PLAIN) as daemon:
         take_snapshots(daemon, WARM_UP_SNAPSHOTS, first_step=1)
