@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.simulation.schedule import make_schedule
@@ -12,6 +13,7 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import HOT
+from tierd.listing import next_sequence
 from tierd.tiers import checkpoint_copy
 from tierd.tiers.tier import Tier
 from tierd.workers.reaper import Reaper
@@ -62,6 +64,16 @@ async def evict_unchecked(reaper: Reaper, need_bytes: int) -> int:
     return need_bytes
 
 
+async def commit_another_manifest(tier: Tier, manifest: Manifest, **options: Any) -> Any:
+    if tier.name == HOT:
+        return await commit(tier, manifest, **options)
+    return await commit(tier, msgspec.structs.replace(manifest, sequence=manifest.sequence + 1))
+
+
+async def give_the_highest_sequence_again(*arguments: Any, **options: Any) -> int:
+    return max(await next_sequence(*arguments, **options) - 1, 1)
+
+
 async def pass_without_work(worker: object) -> bool:
     return True
 
@@ -88,6 +100,8 @@ MUTATIONS: dict[str, tuple[object, str, object]] = {
 MUTATIONS_OF_FULL_DISKS: dict[str, tuple[object, str, object]] = {
     "a full disk stopped durability": (WriteThrough, "run_once", pass_without_work),
     "hot deleted a checkpoint before its cold copy": (Reaper, "make_room", evict_unchecked),
+    "a checkpoint has two manifests": (Tier, "commit", commit_another_manifest),
+    "a sequence was given twice": ("tierd.workers.persister", "next_sequence", give_the_highest_sequence_again),
 }
 
 
@@ -120,12 +134,16 @@ def kinds(scenario: str = "one node") -> set[str]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", MUTATIONS)
 def test_a_daemon_is_caught_that_breaks_the_promise(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name, broken = MUTATIONS[kind]
+    replace(monkeypatch, *MUTATIONS[kind])
+    assert kinds() == {kind}
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, broken: object) -> None:
+    """`owner`: an object, or the name of a module."""
     if isinstance(owner, str):
         monkeypatch.setattr(f"{owner}.{name}", broken)
     else:
         monkeypatch.setattr(owner, name, broken)
-    assert kinds() == {kind}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -134,11 +152,12 @@ def test_a_daemon_is_caught_that_breaks_the_promise(kind: str, monkeypatch: pyte
     [
         pytest.param("a full disk stopped durability", marks=pytest.mark.long),
         "hot deleted a checkpoint before its cold copy",
+        "a checkpoint has two manifests",
+        "a sequence was given twice",
     ],
 )
 def test_a_daemon_is_caught_that_does_not_survive_a_full_disk(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name, broken = MUTATIONS_OF_FULL_DISKS[kind]
-    monkeypatch.setattr(owner, name, broken)
+    replace(monkeypatch, *MUTATIONS_OF_FULL_DISKS[kind])
     assert kinds("full disk") == {kind}
 
 

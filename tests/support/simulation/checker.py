@@ -107,6 +107,8 @@ class Checker:
 
     policy: Policy
     honours_conditions: bool = True
+    has_one_writer: bool = False  # there is one node, and cold can be reached at any time
+    is_slow: bool = False  # a listing of cold may take longer than a commit waits for it
     places: dict[str, Place] = field(default_factory=dict[str, Place])
     committed: dict[str, dict[Id, Committed]] = field(default_factory=dict[str, dict[Id, Committed]])
     ever: set[Id] = field(default_factory=set[Id])
@@ -150,6 +152,19 @@ class Checker:
             if checkpoint not in before:
                 before[checkpoint] = self._read_whole(name, folder)
                 self.ever.add(checkpoint)
+                if self.has_one_writer:
+                    self._check_sequence(name, checkpoint)
+
+    def _check_sequence(self, name: str, checkpoint: Id) -> None:
+        """A checkpoint has one manifest in all places. No other one of its run has its sequence, if cold was listed."""
+        sequence = self.committed[name][checkpoint].sequence
+        for place, found in self.committed.items():
+            for other, committed in found.items():
+                if other == checkpoint:
+                    if committed.sequence != sequence:
+                        self.violate("a checkpoint has two manifests", f"{checkpoint} in {name} and in {place}")
+                elif other.run == checkpoint.run and committed.sequence == sequence and not self.is_slow:
+                    self.violate("a sequence was given twice", f"{sequence} to {checkpoint} in {name} and to {other}")
 
     def observe_bytes(self, name: str, now_s: float) -> None:
         """Compare every committed file with the bytes that were there when it was committed."""

@@ -19,7 +19,8 @@ shared run: two jobs on two nodes use one run name, an error of their users, and
     not checked.
 shared folder: as moves, with a directory as the cold tier.
 lost shards: one node, and a slow bucket that loses shards of committed checkpoints.
-full disk: one node, whose hot disk has space only for what it holds, or for nothing, again and again. No seed draws it.
+full disk: one node, whose hot disk has space only for what it holds, or for nothing, again and again. In half of the
+    cases the daemon is killed meanwhile. No seed draws it.
 several nodes: one job over several nodes. No seed draws it. See nodes_world.py.
 copies: as several nodes, which keep copies of each other's parts. No seed draws it.
 """
@@ -100,7 +101,17 @@ def make_schedule(seed: int, scenario: str = "") -> Schedule:
         is_slow=rng.random() < 0.4 or is_fixed,
     )
     starts = [Event(rng.uniform(0.0, 5.0), "start job", job.name, nodes[n % len(nodes)]) for n, job in enumerate(jobs)]
-    return replace(schedule, events=starts + [_draw(rng, schedule) for _ in range(rng.randint(3, 11))])
+    drawn_events = [_draw(rng, schedule) for _ in range(rng.randint(3, 11))]
+    if scenario == "full disk":
+        drawn_events = [each for event in drawn_events for each in _with_kill(rng, event)]
+    return replace(schedule, events=starts + drawn_events)
+
+
+def _with_kill(rng: random.Random, event: Event) -> list[Event]:
+    """The daemon may be killed while the disk is full: cold then has what hot lacks."""
+    if not event.action.startswith("disk") or rng.random() < 0.5:
+        return [event]
+    return [event, Event(rng.uniform(30.0, 280.0), "kill daemon", event.target, rng.uniform(1.0, 40.0))]
 
 
 def _draw(rng: random.Random, schedule: Schedule) -> Event:

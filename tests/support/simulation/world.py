@@ -96,7 +96,13 @@ class World:
 
     def _make_checker(self, policy: Policy) -> Checker:
         honours_conditions = not self._schedule.ignores_conditions
-        return Checker(policy, honours_conditions=honours_conditions, on_violation=self._end)
+        return Checker(
+            policy,
+            honours_conditions=honours_conditions,
+            has_one_writer=self._schedule.scenario == "full disk",
+            is_slow=self._schedule.is_slow,
+            on_violation=self._end,
+        )
 
     def _add_places(self) -> None:
         is_bucket = not self._has_folder
