@@ -107,8 +107,8 @@ async def next_sequence(
     not_yet = {tier.name for tier in unknown if catalog.tiers[tier.name].error == NOT_LISTED_YET}
     asked = catalog.asked_for_sequence.setdefault(run, set())
     unlisted = [tier for tier in unknown if is_new or tier.name in not_yet - asked]
-    asked |= not_yet
     await asyncio.gather(*map(list_in, unlisted))
+    asked |= not_yet  # only now, so that a second caller meanwhile waits, too
     return max(catalog.sequence_max(run), in_memory(run)) + 1
 
 

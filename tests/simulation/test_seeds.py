@@ -19,7 +19,7 @@ SEEDS = 300
 SEEDS_FULL = 3  # with a full disk; each simulates an hour or two
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000"))
 
-pytestmark = pytest.mark.timeout(1200)  # on a busy machine; 300 seeds take 30 s of one processor
+pytestmark = pytest.mark.timeout(1200)  # on a busy machine
 
 
 @pytest.fixture(scope="module")

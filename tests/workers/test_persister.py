@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import decode
+from tierd.listing import next_sequence
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.tiers import direct_io
 
@@ -387,3 +389,24 @@ async def test_a_resent_snapshot_that_only_cold_has_is_reported_for_cold(rooms: 
     rooms.seal(7, [content(committed.id, rank, 20_000) for rank in (0, 1)], resent=True)
     assert await rooms.persister().run_once()
     assert rooms.sent == [wire.Replicated(step=7, generation=1, tier="cold")]
+
+
+async def test_sequences_that_are_asked_for_at_once_all_wait_for_the_listing_of_cold(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a start, the persister and the write-through may ask for the same run."""
+    await rooms.commit("hot", step=100, sequence=3)
+    await rooms.commit("cold", step=150, sequence=20)
+    await rooms.list_tiers("hot")
+    cold = rooms.cold["cold"]
+    real_list = cold.store.list
+
+    async def slow_list(*arguments: Any, **options: Any) -> Any:
+        await asyncio.sleep(0.05)
+        return await real_list(*arguments, **options)
+
+    monkeypatch.setattr(cold.store, "list", slow_list)
+    asking = [
+        next_sequence(rooms.catalog, [cold], RUN, rooms.context.identities, in_memory=lambda run: 0) for _ in range(2)
+    ]
+    assert await asyncio.gather(*asking) == [21, 21]

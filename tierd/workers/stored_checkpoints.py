@@ -45,5 +45,5 @@ class StoredCheckpoints:
             try:
                 self._trees[entry.id] = await read_tree(tier, entry.manifest)
             except NotFound as error:
-                raise Transient(f"watch {self._path}: {error.message}", hint="it is looked at again") from error
+                raise Transient(f"watch {self._path}: {error.message}", hint="it is read again") from error
         return self._trees[entry.id]
