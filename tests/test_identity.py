@@ -79,7 +79,7 @@ async def test_a_marker_is_no_checkpoint_and_no_leftover(tmp_path: Path) -> None
         for tier in rooms.tiers.values():
             listing = await tier.listing()
             assert [checkpoint.step for checkpoint in listing.committed] == [100]
-            assert listing.partial == set()
+            assert not listing.partial
             assert len(listing.identities) == 1
             assert await tier.identities() == listing.identities
 

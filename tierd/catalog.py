@@ -102,6 +102,7 @@ class Catalog:
         entry.tiers.add(tier)
         self._sent_parts.pop((tier, checkpoint), None)
         self.tiers[tier].missing.pop(checkpoint, None)
+        self.tiers[tier].gone -= {checkpoint}
         self.saw_generation(checkpoint.run, checkpoint.generation)
         return entry
 
@@ -140,7 +141,7 @@ class Catalog:
         since: int,
         diagnoses: Mapping[CheckpointId, bool] = MappingProxyType({}),
         fingerprints: Mapping[CheckpointId, tuple[int, str]] = MappingProxyType({}),
-        partial: Iterable[CheckpointId] = (),
+        partial: Mapping[CheckpointId, float] = MappingProxyType({}),
         sent: Mapping[CheckpointId, SentParts] = MappingProxyType({}),
         gone: Iterable[CheckpointId] = (),
         newer_format: Iterable[CheckpointId] = (),
@@ -152,7 +153,7 @@ class Catalog:
         damaged = {c: why for c, why in former.damaged.items() if c in listed or c in unreadable}
         changed = {c for c, change in self._changed.pop(tier, {}).items() if change > since}
         known = {checkpoint for checkpoint, entry in self._entries.items() if tier in entry.tiers}
-        buried = frozenset(gone) - changed
+        buried = (frozenset(gone) - changed) | (former.gone & changed)
         has_changed = buried != former.gone
         for checkpoint in buried:  # a daemon has deleted it: that is no loss
             former.missing.pop(checkpoint, None)
@@ -180,7 +181,7 @@ class Catalog:
             | {c: why for c, why in former.unreadable.items() if c in changed}
             | damaged
         )
-        uncommitted = frozenset(partial) - changed
+        uncommitted = {checkpoint: newest_s for checkpoint, newest_s in partial.items() if checkpoint not in changed}
         found_since = {key: why for key, why in former.foreign.items() if parse_key(key) in changed}
         self.tiers[tier] = TierKnowledge(
             is_known=True,
@@ -272,6 +273,11 @@ class Catalog:
         self._touch(checkpoint, tier)
         self._sent_parts[tier, checkpoint] = None
 
+    def saw_gone(self, tier: str, checkpoint: CheckpointId) -> None:
+        """`tier` has a tombstone of it."""
+        self._touch(checkpoint, tier)
+        self.tiers[tier].gone |= {checkpoint}
+
     # ── questions ──
 
     def sent_parts(self, tier: str) -> list[NodeFile]:
@@ -359,15 +365,12 @@ class Catalog:
     def views(self) -> list[CheckpointView]:
         """The checkpoints as the lifecycle sees them."""
         doubts = self.doubts()
-        return [view_of(entry, doubts.get(entry.id, ""), self._gone(entry.id)) for entry in self._entries.values()]
+        return [view_of(entry, doubts.get(entry.id, ""), self._gone(entry)) for entry in self._entries.values()]
 
-    def _gone(self, checkpoint: CheckpointId) -> frozenset[str]:
-        """The tiers that will not get this node's part of it."""
-        return frozenset(
-            tier
-            for tier, knowledge in self.tiers.items()
-            if self._sent_parts.get((tier, checkpoint), ...) is None or checkpoint in knowledge.gone
-        )
+    def _gone(self, entry: Entry) -> frozenset[str]:
+        """The tiers that will not get this node's part of it. A whole checkpoint may be needed there again."""
+        sent, tiers = self._sent_parts, self.tiers.items() if entry.part is not None else ()
+        return frozenset(t for t, known in tiers if sent.get((t, entry.id), ...) is None or entry.id in known.gone)
 
     def foreign(self) -> dict[tuple[str, str], str]:
         """Why a replica or marker is not one of this run's daemons, by (tier, key)."""

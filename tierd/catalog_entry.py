@@ -86,9 +86,10 @@ class SentParts(NamedTuple):
 @dataclass(slots=True)
 class TierKnowledge:
     """The last listing of a tier. `error`: why it is not known now. `fingerprints`: size and ETag of each manifest that
-    was read; one that differs now is read again. `partial`: checkpoints without a manifest. `sent`: what nodes sent of
-    those over several nodes. `gone`: those that a daemon has deleted there, while another node may still have its
-    part. `damaged`: the unreadable ones whose bytes were found to be wrong, which no listing shows. `newer_format`: the
+    was read; one that differs now is read again. `partial`: checkpoints without a manifest or with a
+    tombstone, and when their newest file was written, in Unix time. `sent`: what nodes sent of those over several
+    nodes. `gone`: those with a tombstone: a daemon has deleted them there, while another one may still have them.
+    `damaged`: the unreadable ones whose bytes were found to be wrong, which no listing shows. `newer_format`: the
     unreadable ones that a later tierd wrote. `foreign`: replicas and markers that count for nothing, and why, by key.
     `missing`: replicas that were there and that a listing did not show any more, as they were."""
 
@@ -96,7 +97,7 @@ class TierKnowledge:
     error: str = NOT_LISTED_YET
     unreadable: dict[CheckpointId, str] = field(default_factory=dict)
     fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)
-    partial: frozenset[CheckpointId] = frozenset()
+    partial: Mapping[CheckpointId, float] = field(default_factory=dict[CheckpointId, float])
     sent: Mapping[CheckpointId, SentParts] = field(default_factory=dict[CheckpointId, SentParts])
     gone: frozenset[CheckpointId] = frozenset()
     damaged: dict[CheckpointId, str] = field(default_factory=dict)

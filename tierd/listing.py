@@ -189,7 +189,7 @@ def _leave_out_forged_generations(catalog: Catalog, tier: Tier, listing: Listing
             why = f"{checkpoint} in {tier.name}: no start of the run can have reached its generation"
             listing.foreign[layout.manifest_key(checkpoint)] = why
         listing.committed.discard(checkpoint)
-        listing.partial.discard(checkpoint)
+        listing.partial.pop(checkpoint, None)
         del listing.files[checkpoint]
     for run, limit in limits.items():
         claimed = {generation for generation in listing.claims.get(run, ()) if generation <= limit}

@@ -133,7 +133,9 @@ class Battle:
         }
         found = {key: stored.content for key, stored in self.served.objects.items()}
         claims = [key for key in found if "/generation-" in key]  # a copy begins with the claim of the generation
-        assert {key: found[key] for key in found.keys() - claims} == files, "lost, or left over"
+        tombstones = {f"deep/{layout.file_key(manifest.id, layout.GONE)}" for manifest in deleted}
+        assert {key: found[key] for key in found.keys() - claims - tombstones} == files, "lost, or left over"
+        assert tombstones <= found.keys()
         for manifest in [*kept, *deleted]:
             key = f"deep/{layout.manifest_key(manifest.id)}"
             writes = [count for (one, _), count in self.served.written.items() if one == key]

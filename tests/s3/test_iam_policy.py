@@ -77,12 +77,13 @@ async def test_iam_policy_allows_exactly_the_actions_of_store_and_doctor(served:
 
 
 def test_writer_cannot_delete_and_reaper_cannot_write() -> None:
-    """Together they have what one identity for both has. The reaper may only create a manifest that is absent."""
+    """Together they have what one identity for both has. The reaper may only create a tombstone or a manifest
+    that is absent."""
 
     def of(name: str) -> dict[tuple[str, str, str], set[str]]:
         listed = json.loads((ROOT / "deploy" / name).read_text(encoding="utf-8"))["Statement"]
         return {
-            (each["Sid"], each["Resource"], json.dumps(each.get("Condition"))): {each["Action"]}
+            (each["Sid"], str(each["Resource"]), json.dumps(each.get("Condition"))): {each["Action"]}
             if isinstance(each["Action"], str)
             else set(each["Action"])
             for each in listed
@@ -93,12 +94,12 @@ def test_writer_cannot_delete_and_reaper_cannot_write() -> None:
         next(key for key in both if key[0] == "Objects"): {"s3:DeleteObject"}
     }
     assert {key: writer.get(key, set()) | reaper.get(key, set()) for key in both} == both
-    (put_back,) = (key for key, actions in reaper.items() if "s3:PutObject" in actions)
-    assert put_back[1:] == (
-        "arn:aws:s3:::BUCKET/PREFIX/*/manifest.json",
+    (created,) = (key for key, actions in reaper.items() if "s3:PutObject" in actions)
+    assert created[1:] == (
+        str([f"arn:aws:s3:::BUCKET/PREFIX/*/{name}" for name in ("gone.json", "manifest.json")]),
         json.dumps({"Null": {"s3:if-none-match": "false"}}),
     )
-    assert reaper.pop(put_back) == {"s3:PutObject"}
+    assert reaper.pop(created) == {"s3:PutObject"}
     assert set().union(*reaper.values()) == {
         *("s3:GetObject", "s3:DeleteObject", "s3:ListBucket", "s3:ListBucketMultipartUploads")
     }

@@ -48,7 +48,10 @@ async def delete_and_keep_a_copy(rooms: Rooms, checkpoint: CheckpointId, copies:
 
 
 def put_back(rooms: Rooms, checkpoint: CheckpointId, copies: Path) -> None:
-    shutil.copytree(copies / checkpoint.name, rooms.folder("cold", checkpoint), dirs_exist_ok=True)
+    """Whoever can write to the bucket can also delete the tombstone."""
+    folder = rooms.folder("cold", checkpoint)
+    (folder / layout.GONE).unlink()
+    shutil.copytree(copies / checkpoint.name, folder, dirs_exist_ok=True)
 
 
 async def test_replayed_checkpoints_of_an_older_generation_are_not_newest_and_push_out_nothing(

@@ -31,7 +31,7 @@ from tierd.format.ids import CheckpointId
 from tierd.lifecycle import policy
 from tierd.lifecycle.policy import CheckpointView
 from tierd.workers.reaper import Reaper
-from tierd.workers.replicator import Replicator
+from tierd.workers.replicator import SEND_AGAIN_S, Replicator
 
 HOT, COLD, DR = "hot", "cold", "dr"
 STEPS_MAX = 20  # rules of one example
@@ -303,7 +303,9 @@ class Retention(RuleBasedStateMachine):
         world = self.world
         world.run_until_idle()
         self.mount()
-        for _ in range(4):
+        for attempt in range(4):
+            if attempt < 2:  # what was deleted in cold, and marked as a milestone since, is sent again
+                world.wait(SEND_AGAIN_S)
             for name in sorted(world.workers):
                 world.begin_pass(name)
                 world.run_until_idle()

@@ -27,35 +27,36 @@ def outcomes() -> list[SeedOutcome]:
     return run_seeds(0, SEEDS)
 
 
-def unexpected(outcomes: list[SeedOutcome]) -> list[str]:
-    return [str(outcome) for outcome in outcomes if outcome.kind]
+def check(outcomes: list[SeedOutcome]) -> None:
+    broken = [str(outcome) for outcome in outcomes if outcome.kind]
+    assert not broken, "\n".join(broken)  # pytest would cut a list short
 
 
 def test_no_seed_breaks_a_promise(outcomes: list[SeedOutcome]) -> None:
     assert len(outcomes) == SEEDS
-    assert unexpected(outcomes) == []
+    check(outcomes)
 
 
 def test_a_full_disk_breaks_no_promise() -> None:
-    assert unexpected(run_seeds(0, SEEDS_FULL, scenario="full disk")) == []
+    check(run_seeds(0, SEEDS_FULL, scenario="full disk"))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
 def test_no_seed_of_many_breaks_a_promise() -> None:
-    assert unexpected(run_seeds(SEEDS, SEEDS_LONG, processes=os.cpu_count() or 1)) == []
+    check(run_seeds(SEEDS, SEEDS_LONG, processes=os.cpu_count() or 1))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
 def test_a_full_disk_breaks_no_promise_in_many_seeds() -> None:
-    assert unexpected(run_seeds(SEEDS_FULL, 500, scenario="full disk", processes=os.cpu_count() or 1)) == []
+    check(run_seeds(SEEDS_FULL, 500, scenario="full disk", processes=os.cpu_count() or 1))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
 def test_no_seed_of_a_shared_run_breaks_a_promise() -> None:
-    assert unexpected(run_seeds(3000, 1000, scenario="shared run", processes=os.cpu_count() or 1)) == []
+    check(run_seeds(3000, 1000, scenario="shared run", processes=os.cpu_count() or 1))
 
 
 def test_no_object_of_a_simulation_closes_a_descriptor_of_another_test() -> None:

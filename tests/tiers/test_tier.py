@@ -15,7 +15,7 @@ from tests.support.s3 import BUCKET, faulty_proxy
 from tests.support.store_contract import BytesSource, content, entry_of
 from tierd.cold_tier import open_cold_tier
 from tierd.config import ColdConfig, LimitsConfig
-from tierd.errors import Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable, Unsupported
+from tierd.errors import Corrupt, NewerFormat, NotFound, Retained, TierdError, TierUnreachable, Unsupported
 from tierd.format import layout
 from tierd.format.claim import Claim
 from tierd.format.health import Diagnosis
@@ -29,6 +29,7 @@ from tierd.transfer.verify import verify_files
 CHUNK_BYTES = 5 << 20
 SHARDS = [content((5 << 20) + 4097), content(12345)]
 ID = checkpoint_id("run42", 18000, 3)
+TOMBSTONE = layout.file_key(ID, layout.GONE)
 
 
 def manifest(checkpoint: CheckpointId = ID, **changes: object) -> Manifest:
@@ -94,12 +95,12 @@ async def test_checkpoint_is_listed_once_its_manifest_exists(cold: Tier) -> None
         key = layout.file_key(ID, entry.name)
         await cold.store.put(key, BytesSource(data), size_bytes=len(data), chunk_bytes=CHUNK_BYTES)
     before = await cold.listing()
-    assert (before.committed, before.partial) == (set(), {ID})
+    assert (before.committed, set(before.partial)) == (set(), {ID})
     with pytest.raises(NotFound):
         await cold.manifest(ID)
     await cold.commit(made)
     after = await cold.listing()
-    assert (after.committed, after.partial) == ({ID}, set())
+    assert (after.committed, set(after.partial)) == ({ID}, set())
     assert after.files[ID] == {entry.name: entry.size_bytes for entry in made.files} | {
         "manifest.json": len(made.encode())
     }
@@ -121,12 +122,66 @@ async def test_concurrent_commits_under_one_name_commit_one_checkpoint(hot: Tier
     assert await hot.manifest(ID) == rivals[results.index(None)]
 
 
-async def test_delete_removes_everything_and_can_be_repeated(cold: Tier) -> None:
+async def keys_in(tier: Tier) -> list[str]:
+    return [stored.key for stored in await tier.store.list()]
+
+
+async def test_delete_leaves_a_tombstone_and_can_be_repeated(cold: Tier) -> None:
     await persist(cold, manifest())
     await cold.mark_milestone(ID, "best", "2026-01-01T00:00:00Z")
     await cold.delete(ID)
-    assert await cold.store.list() == []
+    assert await keys_in(cold) == [TOMBSTONE]
     await cold.delete(ID)
+    assert await keys_in(cold) == [TOMBSTONE]
+
+
+async def test_delete_from_hot_removes_everything(hot: Tier) -> None:
+    """Only one daemon writes there."""
+    await persist(hot, manifest())
+    await hot.delete(ID)
+    assert await keys_in(hot) == []
+
+
+async def test_a_manifest_that_another_daemon_writes_during_a_deletion_counts_for_nothing(
+    hot: Tier, cold: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has found the files there, and they are deleted after its commit: the checkpoint would not be whole."""
+    made = manifest()
+    await persist(hot, made)
+    await persist(cold, made)
+    delete = cold.store.delete
+
+    async def commit_meanwhile(keys: Sequence[str]) -> None:
+        if layout.manifest_key(ID) not in keys:
+            await cold.commit(made)
+        await delete(keys)
+
+    monkeypatch.setattr(cold.store, "delete", commit_meanwhile)
+    assert await cold.delete(ID)
+    assert layout.manifest_key(ID) in await keys_in(cold)
+    listing = await cold.listing()
+    assert (listing.committed, listing.gone) == (set(), {ID})
+    monkeypatch.undo()
+    await cold.store.delete([layout.manifest_key(ID)])
+    assert not await copy_checkpoint(made, hot, cold)
+    assert not (await cold.listing()).committed
+
+
+async def test_a_deletion_that_the_store_refuses_leaves_the_checkpoint(
+    cold: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await persist(cold, manifest())
+    delete = cold.store.delete
+
+    async def refuse(keys: Sequence[str]) -> None:
+        if layout.manifest_key(ID) in keys:
+            raise Retained("delete: retained by Object Lock")
+        await delete(keys)
+
+    monkeypatch.setattr(cold.store, "delete", refuse)
+    with pytest.raises(Retained):
+        await cold.delete(ID)
+    assert (await cold.listing()).committed == {ID}
 
 
 async def test_milestone_that_is_set_during_a_deletion_keeps_the_checkpoint(cold: Tier) -> None:
@@ -157,7 +212,7 @@ async def test_checkpoint_whose_manifest_cannot_be_read_is_deleted(cold: Tier, m
 
     monkeypatch.setattr(cold.store, "get_many", get_many)
     assert await cold.delete(ID)
-    assert await cold.store.list() == []
+    assert await keys_in(cold) == [TOMBSTONE]
 
 
 async def test_error_after_the_manifest_is_deleted_says_so_and_the_deletion_can_be_repeated(cold: Tier) -> None:
@@ -175,7 +230,7 @@ async def test_error_after_the_manifest_is_deleted_says_so_and_the_deletion_can_
     assert not (await cold.listing()).committed
     cold.store.delete = real_delete  # type: ignore[method-assign]
     assert await cold.delete(ID)
-    assert await cold.store.list() == []
+    assert await keys_in(cold) == [TOMBSTONE]
 
 
 async def test_listing_has_milestones_and_generations_and_ignores_foreign_objects(cold: Tier) -> None:
@@ -192,7 +247,7 @@ async def test_listing_has_milestones_and_generations_and_ignores_foreign_object
         await cold.store.put_bytes(key, b"foreign")
     found = await cold.listing()
     assert found.committed == {ID}
-    assert found.partial == set()
+    assert not found.partial
     assert found.milestones(ID) == {"best", "v1.0"}
     assert found.milestones(checkpoint_id("run42", 1, 1)) == frozenset()
     assert found.generations == {run: 4, other: 1}
@@ -431,7 +486,7 @@ async def test_killed_before_the_manifest_leaves_nothing_restorable(hot: Tier, t
     cold = Tier("cold", store)
     left = await cold.listing()
     assert left.committed == set()
-    assert left.partial == (set() if instant == "within both shards" else {ID})
+    assert set(left.partial) == (set() if instant == "within both shards" else {ID})
     # The next attempt succeeds.
     await copy_checkpoint(made, hot, cold)
     assert (await cold.listing()).committed == {ID}

@@ -13,12 +13,14 @@ import pytest
 from tests.support.cli import assert_same_files, flip_a_bit
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config import ColdPolicy, LifecycleConfig
-from tierd.decisions import decisions, pending, waiting
+from tierd.decisions import decisions, deletions, pending, waiting
 from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Action
 from tierd.listing import refresh
+from tierd.tiers.store import StoredObject
+from tierd.workers.replicator import SEND_AGAIN_S
 
 DAY_S = 86400.0
 
@@ -110,6 +112,7 @@ async def test_marking_a_replica_that_is_deleted_meanwhile_does_not_add_it_to_th
 
         async def mark_then_delete(key: str, content: bytes, *, if_absent: bool = False) -> bool:
             is_new = await real_put_bytes(key, content, if_absent=if_absent)
+            cold.store.put_bytes = real_put_bytes  # type: ignore[method-assign]
             await cold.delete(manifest.id)
             rooms.catalog.drop(manifest.id, "cold")
             return is_new
@@ -253,6 +256,77 @@ async def test_files_of_a_copy_whose_source_was_deleted_stay_for_a_day(rooms: Ro
     rooms.cold["cold"].store.put = put  # type: ignore[method-assign, assignment]
     assert await rooms.replicator().run_once()
     assert [path.name for path in rooms.folder("cold", manifest.id).iterdir()] == ["rank-00000-of-00002.safetensors"]
+
+
+def age_tombstone(rooms: Rooms, checkpoint: CheckpointId, *, age_s: float) -> Path:
+    tombstone = rooms.folder("cold", checkpoint) / layout.GONE
+    at_s = rooms.context.now().timestamp() - age_s
+    os.utime(tombstone, (at_s, at_s))
+    return tombstone
+
+
+@pytest.mark.parametrize(("age_s", "is_deleted"), [(2 * DAY_S, True), (DAY_S / 2, False)])
+async def test_a_tombstone_goes_after_a_day_and_costs_no_request_until_then(
+    rooms: Rooms, age_s: float, is_deleted: bool
+) -> None:
+    """Also that of the run's newest generation, and when the run has ended."""
+    await rooms.commit("hot", "cold", step=900)
+    deleted = await rooms.commit("cold", step=100)
+    cold = rooms.cold["cold"]
+    await cold.delete(deleted.id)
+    tombstone = age_tombstone(rooms, deleted.id, age_s=age_s)
+    await rooms.look()
+    listings, list_store = [], cold.store.list
+
+    async def count(prefix: str = "", **options: str) -> list[StoredObject]:
+        listings.append(prefix)
+        return await list_store(prefix, **options)
+
+    cold.store.list = count  # type: ignore[method-assign]
+    assert await rooms.replicator().run_once()
+    assert tombstone.exists() != is_deleted
+    assert bool(listings) == is_deleted
+
+
+async def test_a_milestone_of_a_checkpoint_that_cold_has_deleted_is_sent_again_after_an_hour(rooms: Rooms) -> None:
+    """Until then the daemon that has deleted it may still delete its files. Hot keeps it as long."""
+    for step in (100, 200, 300, 400):
+        await rooms.commit("hot", "cold", step=step)
+    first = checkpoint_id(RUN, 100, 1)
+    await rooms.cold["cold"].delete(first)
+    await rooms.hot.mark_milestone(first, "best", "now")
+    await rooms.look()
+    worker = rooms.replicator()
+    assert await worker.run_once()
+    assert rooms.steps("cold") == [400, 300, 200]
+    deleted = {decision.checkpoint for decision in deletions(decisions(rooms.catalog, rooms.config), rooms.config)}
+    assert first not in deleted
+    age_tombstone(rooms, first, age_s=SEND_AGAIN_S + 1)
+    await rooms.look()
+    assert await rooms.replicator().run_once()
+    await rooms.look()
+    assert await rooms.replicator().run_once()
+    assert rooms.steps("cold") == [400, 300, 200, 100]
+
+
+async def test_a_copy_ends_when_another_daemon_deletes_the_checkpoint_meanwhile(rooms: Rooms) -> None:
+    manifest = await rooms.commit("hot", "cold", step=300)
+    cold = rooms.cold["cold"]
+    await cold.store.delete([layout.manifest_key(manifest.id)])
+    await rooms.look()
+    real_put = cold.store.put
+
+    async def put(key: str, *arguments: object, **more: object) -> object:
+        await cold.bury(manifest.id)
+        return await real_put(key, *arguments, **more)  # type: ignore[arg-type]
+
+    cold.store.put = put  # type: ignore[method-assign, assignment]
+    worker = rooms.replicator()
+    assert await worker.run_once()
+    assert rooms.steps("cold") == []
+    assert [message for message in rooms.sent if isinstance(message, wire.Replicated)] == []
+    assert rooms.incidents.recent() == []
+    assert waiting(rooms.catalog, rooms.config)["cold"] == [manifest.id]
 
 
 async def test_a_checkpoint_with_an_unreadable_manifest_in_cold_is_not_copied_again(rooms: Rooms) -> None:

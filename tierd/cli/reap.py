@@ -260,7 +260,8 @@ class _Reaping:
 
     async def clear_leftovers(self, only_run: Run | None, *, is_dry_run: bool) -> list[Deletion]:
         """Delete the files of copies that were begun and never ended, where no daemon continues them: a newer
-        generation was claimed LEFTOVER_GRACE_S ago, no file is younger, and no upload of the checkpoint is open."""
+        generation was claimed LEFTOVER_GRACE_S ago or there is a tombstone, no file is younger, and no upload of the
+        checkpoint is open."""
         cleared: list[Deletion] = []
         clear = uncommitted_files if is_dry_run else clear_uncommitted
         for name, tier in self.context.cold.items():
@@ -269,13 +270,14 @@ class _Reaping:
                 continue
             newest_claimed: dict[Run, int] = {}
             for checkpoint in sorted(knowledge.partial, key=str):
-                if only_run not in (None, checkpoint.run):
-                    continue
                 before_s = self.context.now().timestamp() - LEFTOVER_GRACE_S
+                if only_run not in (None, checkpoint.run) or knowledge.partial[checkpoint] > before_s:
+                    continue
                 try:
                     if checkpoint.run not in newest_claimed:
                         newest_claimed[checkpoint.run] = await self._newest_claimed(tier, checkpoint.run, before_s)
-                    if checkpoint.generation >= newest_claimed[checkpoint.run]:
+                    is_fenced = checkpoint.generation < newest_claimed[checkpoint.run]
+                    if not is_fenced and checkpoint not in knowledge.gone:
                         continue
                     # A daemon may have continued the copy since the tier was listed.
                     if checkpoint in map(layout.parse_key, await tier.store.unfinished()):

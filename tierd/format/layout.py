@@ -21,7 +21,7 @@ from tierd.format.ids import CheckpointId, Generation, Rank, Run, is_run, parse_
 
 MANIFEST = "manifest.json"
 NODE_FILES_END = "node."  # sorts after the node files, the manifest and the tombstone, and before the shards
-GONE = "gone.json"  # of a checkpoint over several nodes: it is deleted, whatever else is in its folder
+GONE = "gone.json"  # a tombstone in a cold tier: the checkpoint is deleted, whatever else is in its folder
 HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
 PARTIAL_SUFFIX = ".partial"  # a file being written; it is renamed when it is complete and durable
 LOCK = ".tierd.lock"

@@ -5,7 +5,7 @@ commit_last: the files first, then the markers, then the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from os.path import commonprefix
 from typing import Any
@@ -18,7 +18,7 @@ from tierd.format.manifest import FileEntry, Manifest
 from tierd.format.node_file import NodeFile
 from tierd.tiers.pool import for_each
 from tierd.tiers.readable_tier import ReadableTier
-from tierd.tiers.store import Progress, conflict
+from tierd.tiers.store import Progress, StoredObject, conflict
 from tierd.tiers.tier import Tier
 
 
@@ -30,20 +30,25 @@ async def copy_checkpoint(
     milestones: Collection[str] = (),
     is_healthy: bool | None = None,
     progress: Progress | None = None,
-) -> None:
+) -> bool:
     """Copies a committed checkpoint: its files, several at once, then the markers, then the manifest's exact bytes.
 
-    Safe to kill and to repeat. Raises Corrupt, and commits nothing, when a byte differs from the manifest, and
-    TierUnreachable when a file was deleted meanwhile.
+    Safe to kill and to repeat. False, and nothing is committed, when a daemon is deleting it in the target. Raises
+    Corrupt, and commits nothing, when a byte differs from the manifest, and TierUnreachable when a file was deleted
+    meanwhile.
     """
     raw = await source.manifest_bytes(manifest)
     if not await target.is_committed(manifest, raw=raw):
         options: dict[str, Any] = {"progress": progress, "is_lasting": bool(milestones)}
         copy = partial(copy_file, manifest.id, source=source, target=target, **options)
         await for_each(target.store.puts_at_once, manifest.files, copy)
-        await _check_whole(manifest, target)
+        objects = await target.store.list(layout.checkpoint_prefix(manifest.id))
+        if layout.GONE in {stored.key.rpartition("/")[2] for stored in objects}:
+            return False
+        _check_whole(manifest, target, objects)
     diagnosis = None if is_healthy is None else await source.diagnosis(manifest.id, is_healthy=is_healthy)
     await target.commit(manifest, raw=raw, milestones=milestones, diagnosis=diagnosis)
+    return True
 
 
 async def copy_part(
@@ -63,7 +68,10 @@ async def copy_part(
     options: dict[str, Any] = {"progress": progress, "is_lasting": bool(part.milestone)}
     copy = partial(copy_file, part.id, source=source, target=target, **options)
     await for_each(target.store.puts_at_once, part.files, copy)
-    await _check_whole(part, target)
+    # Only shards near its own are listed: over many nodes, a listing of the folder has many pages, and every node would
+    # ask for all.
+    common = commonprefix([entry.name for entry in part.files])  # noqa: RUF071  # also of a part of a name
+    _check_whole(part, target, await target.store.list(layout.checkpoint_prefix(part.id) + common))
     failpoint("cold.node_file")
     node_file = make_node_file()
     if await target.store.put_bytes(node_file.key, node_file.encode(), if_absent=True):
@@ -75,12 +83,9 @@ async def copy_part(
         raise conflict(f"copy {node_file.name} of {part.id} to {target.name}: there is another one")
 
 
-async def _check_whole(manifest: Manifest, target: Tier) -> None:
-    """Raises TierUnreachable unless every file is there now. A daemon that expires the checkpoint deletes its manifest
-    first; files that this copy found, and did not send, may be deleted minutes later. Of a part only shards near its
-    own are listed: over many nodes, a listing of the folder has many pages, and every node would ask for all."""
-    common = commonprefix([entry.name for entry in manifest.files])  # noqa: RUF071  # also of a part of a name
-    objects = await target.store.list(layout.checkpoint_prefix(manifest.id) + common)
+def _check_whole(manifest: Manifest, target: Tier, objects: Iterable[StoredObject]) -> None:
+    """Raises TierUnreachable unless every file is there: files that this copy found, and did not send, may have been
+    deleted since."""
     if missing := manifest.missing_file({stored.key.rpartition("/")[2]: stored.size_bytes for stored in objects}):
         raise TierUnreachable(
             f"copy {manifest.id} to {target.name}: {missing}, and was there before",

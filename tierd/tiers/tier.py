@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tierd.errors import Foreign, NotFound, TierdError, TierUnreachable, Unsupported
+from tierd.errors import Foreign, NotFound, Retained, TierdError, TierUnreachable, Unsupported
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.claim import Claim, decode_claim
@@ -55,6 +55,7 @@ class Tier(ReadableTier):
     async def _listing_of(self, objects: Iterable[StoredObject], *, is_whole: bool) -> Listing:
         listing = Listing()
         folders: dict[str, CheckpointId] = {}  # a folder has many files, and its name is parsed once
+        newest_s: dict[CheckpointId, float] = {}
         for stored in objects:
             folder, _, name = stored.key.rpartition("/")
             if folder not in folders:
@@ -70,6 +71,7 @@ class Tier(ReadableTier):
                 folders[folder] = parsed
                 listing.files[parsed] = {}
             listing.files[folders[folder]][name] = stored.size_bytes
+            newest_s[folders[folder]] = max(stored.written_at_s, newest_s.get(folders[folder], stored.written_at_s))
             if layout.is_marker(name):
                 listing.markers[stored.key] = (stored.size_bytes, stored.etag, stored.written_at_s)
             if name == layout.MANIFEST or (self.name == HOT and layout.parse_node_file(name)):
@@ -85,7 +87,10 @@ class Tier(ReadableTier):
             if layout.MANIFEST not in files and (names := layout.node_files(files)):
                 listing.node_files[checkpoint] = names
             is_committed = layout.MANIFEST in files or (self.name == HOT and checkpoint in listing.node_files)
-            (listing.committed if is_committed and layout.GONE not in files else listing.partial).add(checkpoint)
+            if is_committed and layout.GONE not in files:
+                listing.committed.add(checkpoint)
+            else:
+                listing.partial[checkpoint] = newest_s[checkpoint]
             if layout.GONE in files:
                 listing.gone.add(checkpoint)
         return listing
@@ -198,7 +203,8 @@ class Tier(ReadableTier):
     async def delete(
         self, checkpoint: CheckpointId, *, confirm: Callable[[Collection[str]], bool] = lambda names: True
     ) -> bool:
-        """The manifest first: killed at any instant, this leaves no checkpoint that lacks a file.
+        """The manifest first: killed at any instant, this leaves no checkpoint that lacks a file. In a cold tier a
+        tombstone before it, which stays: another daemon that has just found the files there may still write a manifest.
 
         `confirm`: called with the names of its files directly before the deletion, without markers that the keyring has
         not signed. If it returns False, nothing is deleted, and this returns False. It also returns False, and the
@@ -214,16 +220,19 @@ class Tier(ReadableTier):
         key = layout.manifest_key(checkpoint)
         if nodes and self.name == HOT and key not in keys:
             key = nodes[0]
-        elif nodes:  # a committer that read the node files before may still write the manifest
-            with suppress(Foreign):  # one that somebody else has put there counts for nothing, and delays nothing
-                await self._put_marker(layout.file_key(checkpoint, layout.GONE), GONE_CONTENT)
         found = (await self.store.get_many([key], size_max=self.manifest_bytes_max))[0] if key in keys else None
         if isinstance(found, NotFound):
             raise found
+        if self.name != HOT:
+            await self.bury(checkpoint)
         raw = found if isinstance(found, bytes) else None  # archived or damaged: it is deleted, but cannot be put back
         self.deleting.add(checkpoint)
         failpoint("tier.delete")
-        await self.store.delete([key])
+        try:
+            await self.store.delete([key])
+        except Retained:
+            await self.store.delete([layout.file_key(checkpoint, layout.GONE)])  # it stays, and counts
+            raise
         if raw is not None:
             # `tierd milestone` writes its marker and then looks for the manifest. This deletes the manifest and then
             # looks for markers. So at least one of the two sees the other.
@@ -261,7 +270,7 @@ class Tier(ReadableTier):
 
     async def bury(self, checkpoint: CheckpointId) -> None:
         """From now on the folder holds no checkpoint, whatever is written into it."""
-        with suppress(Foreign):  # one that somebody else has put there counts for nothing, and stops nothing
+        with suppress(Foreign):  # one that somebody else has put there counts for nothing, and delays nothing
             await self._put_marker(layout.file_key(checkpoint, layout.GONE), GONE_CONTENT)
 
     async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:

@@ -19,7 +19,7 @@ class Listing:
     parts, and count as committed. `gone`: folders with a tombstone, which hold no checkpoint."""
 
     committed: set[CheckpointId] = field(default_factory=set)
-    partial: set[CheckpointId] = field(default_factory=set)
+    partial: dict[CheckpointId, float] = field(default_factory=dict)
     gone: set[CheckpointId] = field(default_factory=set)
     files: dict[CheckpointId, dict[str, int]] = field(default_factory=dict)
     generations: dict[Run, Generation] = field(default_factory=dict)

@@ -102,7 +102,8 @@ class Committer:
         """The daemon of rank 0 looks also at each checkpoint of which it has sent no part: all nodes that have sent
         theirs may be gone, or a partner may still send the part of a lost one. False when one can not be committed."""
         context, is_well = self._context, True
-        now_s, uncommitted = context.monotonic_s(), self._catalog.tiers[self._cold.name].partial
+        now_s, knowledge = context.monotonic_s(), self._catalog.tiers[self._cold.name]
+        uncommitted = knowledge.partial.keys() - knowledge.gone
         self._look_again_s = {each: at_s for each, at_s in self._look_again_s.items() if each in uncommitted}
         due = [checkpoint for checkpoint in uncommitted if self._look_again_s.get(checkpoint, now_s) <= now_s]
         for checkpoint in sorted(due, key=lambda each: each.recency, reverse=True):

@@ -66,7 +66,7 @@ class Lister:
             raise TierUnreachable(knowledge.error)
         self.listed_s = began_s
         # Only this daemon deletes in its hot tier.
-        no_manifest = knowledge.partial & knowledge.missing.keys() if self._tier.name != HOT else ()
+        no_manifest = knowledge.partial.keys() & knowledge.missing.keys() if self._tier.name != HOT else ()
         self._no_manifest_s = {each: self._no_manifest_s.get(each, began_s) for each in no_manifest}
         self._report_foreign()
         self._report_newer_generations()

@@ -247,7 +247,8 @@ class Reaper:
         """Whether the plan still has this deletion, after listings that may have taken minutes. `names`: of the
         checkpoint's files in the tier; a marker that another machine has written there enters the catalog."""
         entry = self._catalog.get(action.checkpoint)
-        is_there = layout.MANIFEST in names or (action.tier == HOT and layout.node_files(names))
+        is_committed = layout.MANIFEST in names and layout.GONE not in names
+        is_there = is_committed or (action.tier == HOT and layout.node_files(names))
         if not is_there and action.checkpoint not in self._context.tiers[action.tier].deleting:
             self._catalog.disappeared(action.checkpoint, action.tier)  # another process has deleted it
             return False

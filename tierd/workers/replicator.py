@@ -33,6 +33,7 @@ log = logging.getLogger("tierd")
 
 VERDICT_S = 60.0  # how long a part waits until it is examined
 GRACE_S = 24 * 3600.0  # younger files and unfinished uploads may be those of another node's copy
+SEND_AGAIN_S = 3600.0  # after a deletion in cold of what is needed there now: a milestone that was set later
 RETRIED_AFTER = 3  # copies; a checkpoint that failed waits for them, if others are pending
 FORMER_COPY_S = 600.0  # assumed for a copy of a former daemon: how long it took is not known
 
@@ -93,7 +94,7 @@ class Replicator:
         copy if that had progressed, else the checkpoint that failed waits for RETRIED_AFTER others. After an error of a
         checkpoint the others are still copied."""
         began_at = self._catalog.changes
-        if began_at == self._done_at and not self._catalog.tiers[self._cold.name].partial:
+        if began_at == self._done_at and not (self._catalog.tiers[self._cold.name].partial and self._is_sweep_due()):
             return True
         self._drop_stalled_copy()
         await self._find_former_copy()
@@ -131,8 +132,10 @@ class Replicator:
         return not self._failures
 
     def _pending(self) -> list[CheckpointId]:
-        """What is to be copied, in the order of the plan, without the parts that are still being examined."""
-        checkpoints = pending(self._catalog, self._config, self._cold.name)
+        """What is to be copied, in the order of the plan, without the parts that are still being examined, and what a
+        daemon is deleting there: that is sent again after the tombstone was cleared."""
+        gone = self._catalog.tiers[self._cold.name].gone
+        checkpoints = [each for each in pending(self._catalog, self._config, self._cold.name) if each not in gone]
         awaited = {checkpoint for checkpoint in checkpoints if self._awaits_verdict(checkpoint)}
         self._unexamined = {each: self._unexamined[each] for each in checkpoints if each in self._unexamined}
         self._awaits_verdicts = bool(awaited)
@@ -196,7 +199,7 @@ class Replicator:
         knowledge = self._catalog.tiers[self._cold.name]
         if self._catalog.is_copying_known(self._cold.name) or knowledge.error == NOT_LISTED_YET:
             return
-        begun = set(knowledge.partial)
+        begun = knowledge.partial.keys() - knowledge.gone
         with suppress(TierdError):
             begun |= {parsed for key in await self._cold.store.unfinished() if (parsed := layout.parse_key(key))}
         in_hot = {manifest.id for manifest in self._catalog.manifests_in(self._hot.name)}
@@ -225,7 +228,7 @@ class Replicator:
                 count_written(size_bytes)
                 copy.sent(size_bytes)
 
-            await copy_checkpoint(
+            is_committed = await copy_checkpoint(
                 entry.manifest,
                 self._hot,
                 self._cold,
@@ -233,6 +236,9 @@ class Replicator:
                 is_healthy=entry.healthy,
                 progress=progress,
             )
+        if not is_committed:
+            self._catalog.saw_gone(self._cold.name, checkpoint)
+            return
         failpoint("cold.copied")
         newest = self._catalog.newest(run, self._cold.name)
         if newest is not None and checkpoint.recency < newest.id.recency:
@@ -273,26 +279,31 @@ class Replicator:
     # ── leftovers and markers ──
 
     async def _clear_leftovers(self) -> None:
-        """Delete what a killed copy left of checkpoints that will not be copied again, as often as the tier is listed.
-        Only of runs in this hot tier, and only after a day: another node may be copying into a shared tier."""
-        now_s = self._context.monotonic_s()
-        if now_s - self._swept_at_s < self._config.limits.cold_list_interval_s:
+        """Delete what a killed copy left of checkpoints that will not be copied again, and tombstones, as often as the
+        tier is listed. Only of runs in this hot tier, and only after a day: another node may be copying into a shared
+        tier."""
+        if not self._is_sweep_due():
             return
+        now_s = self._context.monotonic_s()
         self._retentions.forget_due(now_s=now_s)
         local_runs = {manifest.run for manifest in self._catalog.manifests_in(self._hot.name)}
         to_copy = set(pending(self._catalog, self._config, self._cold.name))
+        knowledge = self._catalog.tiers[self._cold.name]
 
         def is_abandoned(checkpoint: CheckpointId) -> bool:
-            is_ours = checkpoint.run in local_runs and not self._may_run_elsewhere(checkpoint)
-            is_needed = checkpoint in to_copy or self._is_awaited(checkpoint)
-            return is_ours and not is_needed and self._context.is_home(checkpoint.run)
+            if checkpoint.run not in local_runs or not self._context.is_home(checkpoint.run):
+                return False
+            is_continued = checkpoint in to_copy or self._may_run_elsewhere(checkpoint)
+            return (checkpoint in knowledge.gone or not is_continued) and not self._is_awaited(checkpoint)
 
-        partial = self._catalog.tiers[self._cold.name].partial if self._cold.deletes else frozenset[CheckpointId]()
-        for checkpoint in filter(is_abandoned, partial):
+        for checkpoint, newest_s in knowledge.partial.items() if self._cold.deletes else ():
+            grace_s = SEND_AGAIN_S if checkpoint in to_copy else GRACE_S
+            written_before_s = self._context.now().timestamp() - grace_s
+            if newest_s > written_before_s or not is_abandoned(checkpoint):
+                continue
             if self._retentions.holds(self._cold.name, checkpoint, now_s=now_s):
                 continue
             try:
-                written_before_s = self._context.now().timestamp() - GRACE_S
                 await self._clear(checkpoint, written_before_s=written_before_s)
             except Retained as error:
                 self._retentions.add(self._cold.name, checkpoint, error, now_s=now_s)
@@ -307,6 +318,9 @@ class Replicator:
         self._swept_at_s = now_s
         if removed:
             log.info("removed %d unfinished uploads from %s", removed, self._cold.name)
+
+    def _is_sweep_due(self) -> bool:
+        return self._context.monotonic_s() - self._swept_at_s >= self._config.limits.cold_list_interval_s
 
     async def _clear(self, checkpoint: CheckpointId, *, written_before_s: float) -> None:
         """Over several nodes with a tombstone first, and the files a day after it: the last part may come just now, and

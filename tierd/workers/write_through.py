@@ -14,7 +14,7 @@ import math
 
 from tierd.catalog_entry import NOT_LISTED_YET
 from tierd.context import DaemonContext
-from tierd.errors import TierdError
+from tierd.errors import TierdError, TierUnreachable
 from tierd.format import wire
 from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId
@@ -149,9 +149,10 @@ class WriteThrough:
                     self._catalog.part_sent(cold.name, manifest)
                     self._context.notify.part_sent(cold.name)
                     return True
-                await copy_checkpoint(
+                if not await copy_checkpoint(
                     manifest, source, cold, milestones=milestones, is_healthy=is_healthy, progress=count_written
-                )
+                ):
+                    raise TierUnreachable(f"write {manifest.id} to {cold.name}: a daemon has deleted it there")
             if is_healthy is None and (diagnosis := snapshot_set.diagnosis) is not None:
                 # It came during the copy. The slots may be released next, and then nobody writes it.
                 is_healthy = diagnosis.healthy

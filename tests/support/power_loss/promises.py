@@ -83,6 +83,8 @@ def contents_of(tree: Tree) -> Contents:
             raw = tree[path]
             assert raw is not None
             folder = path.removesuffix("manifest.json")
+            if folder + "gone.json" in tree:  # a tombstone
+                continue
             prefix_length = len(folder)
             names = tuple(other[prefix_length:] for other in tree if other.startswith(folder + "rank-"))
             why = _problem(raw, checkpoint, names, tuple(tree[folder + name] for name in names))

@@ -21,6 +21,7 @@ from awscrt.checksums import crc64nvme
 
 _FOLDER = re.compile(r"([A-Za-z0-9._-]+)/(\d{12})-g(\d{4,8})")
 COLD = "cold"
+GONE = "gone.json"
 KNOWN_S = 5.0  # a deletion that began before the daemon knew may end so much later
 FULL_S = 300.0  # how long after a write had no space hot may evict what cold holds; a listing of cold may take minutes
 
@@ -79,8 +80,10 @@ class BucketPlace:
         self._prefix = prefix
 
     def folders(self) -> Iterable[str]:
+        """Without those that have a tombstone."""
         ending = "/manifest.json"
-        return [key[len(self._prefix) : -len(ending)] for key in self._objects if key.endswith(ending)]
+        folders = [key[: -len(ending)] for key in self._objects if key.endswith(ending)]
+        return [folder[len(self._prefix) :] for folder in folders if f"{folder}/{GONE}" not in self._objects]
 
     def read(self, key: str) -> bytes | None:
         return self._objects.get(self._prefix + key)
@@ -112,6 +115,7 @@ class Checker:
     places: dict[str, Place] = field(default_factory=dict[str, Place])
     committed: dict[str, dict[Id, Committed]] = field(default_factory=dict[str, dict[Id, Committed]])
     ever: set[Id] = field(default_factory=set[Id])
+    formerly: dict[Id, Committed] = field(default_factory=dict[Id, Committed])  # what was deleted from cold
     damaged: dict[str, float] = field(default_factory=dict[str, float])  # shard keys in cold that a fault deleted
     snapshots: dict[Id, list[dict[str, bytes]]] = field(default_factory=dict[Id, list[dict[str, bytes]]])
     claimed: dict[tuple[str, int], tuple[str, float]] = field(default_factory=dict[Any, Any])  # trainer, when
@@ -147,6 +151,8 @@ class Checker:
         place, before = self.places[name], self.committed[name]
         now = {identify(folder): folder for folder in place.folders()}
         for checkpoint in [each for each in before if each not in now]:
+            if name == COLD:
+                self.formerly[checkpoint] = before[checkpoint]
             self._check_deletion(name, checkpoint, before.pop(checkpoint), now_s, by)
         for checkpoint, folder in now.items():
             if checkpoint not in before:
@@ -189,7 +195,7 @@ class Checker:
             return
         checkpoint = identify(folder)
         committed = self.committed[COLD].get(checkpoint)
-        if file == "manifest.json":
+        if file in ("manifest.json", GONE):
             self.observe(COLD, now_s, by)
         elif committed is not None and file in committed.files:
             if content is not None and self.damaged.pop(key, None) is not None:
@@ -203,7 +209,11 @@ class Checker:
         manifest: dict[str, Any] = json.loads(place.read(f"{folder}/manifest.json") or b"{}")
         files: dict[str, bytes] = {}
         for entry in manifest["files"]:
-            content = files[entry["name"]] = place.read(f"{folder}/{entry['name']}") or b""
+            key, was_there = f"{folder}/{entry['name']}", self.formerly.get(identify(folder))
+            if name == COLD and key in self.damaged and was_there is not None:  # its manifest was put back
+                files[entry["name"]] = was_there.files[entry["name"]]
+                continue
+            content = files[entry["name"]] = place.read(key) or b""
             if len(content) != entry["size_bytes"]:
                 self.violate("a manifest without whole files", f"{entry['name']} of {folder} in {name} is not whole")
             checksum = base64.b64encode(crc64nvme(content).to_bytes(8, "big")).decode()

@@ -19,6 +19,7 @@ from awscrt.checksums import crc64nvme
 from tests.support.simulation.checker import (
     COLD,
     FULL_S,
+    GONE,
     BucketPlace,
     Checker,
     FolderPlace,
@@ -30,7 +31,6 @@ from tests.support.simulation.checker import (
 _NODE_FILE = re.compile(r"node-\d{5}-of-\d{5}\.json")
 _CHECKPOINT = re.compile(r"\d{12}-g\d{4,8}")
 _KEY = re.compile(r"([A-Za-z0-9._-]+/\d{12}-g\d{4,8})/([^/]+)")
-GONE = "gone.json"
 MANIFEST = "manifest.json"
 
 
@@ -64,10 +64,7 @@ class PartsPlace(FolderPlace):
 
 
 class NodesPlace(BucketPlace):
-    """A cold tier, where a folder with a tombstone holds no checkpoint."""
-
-    def folders(self) -> Iterable[str]:
-        return [folder for folder in super().folders() if f"{self._prefix}{folder}/{GONE}" not in self._objects]
+    """A cold tier."""
 
     def all_folders(self) -> dict[str, set[str]]:
         """The names of the files of each `<run>/<checkpoint>`, committed or not."""

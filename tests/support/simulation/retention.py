@@ -39,7 +39,7 @@ from tierd.listing import refresh
 from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import recover
 
-EPOCH = datetime(2025, 1, 1, tzinfo=UTC)
+BEGIN = datetime.now(UTC)  # the directories are real, and so are the times of their files
 READ_ONLY = {"walk", "_get", "<lambda>", "read_blocking", "begin"}  # jobs of a directory after which nothing differs
 SHARD = layout.shard_name(Rank(0), 1)
 MILESTONE = "milestone-kept.json"
@@ -117,7 +117,7 @@ class RetentionWorld:
         self._context.run(OWNER.set, self._process)
         with self.loop.running():
             clocks: dict[str, Any] = {
-                "now": lambda: EPOCH + timedelta(seconds=self.loop.time()),
+                "now": lambda: BEGIN + timedelta(seconds=self.loop.time()),
                 "monotonic_s": self.loop.time,
             }
             self.rooms = rooms = Rooms(self._config, **clocks)
@@ -128,7 +128,7 @@ class RetentionWorld:
                 f"list {name}": partial(refresh, rooms.catalog, tier) for name, tier in rooms.tiers.items()
             }
             self._passes |= {f"replicate {name}": rooms.replicator(name).run_once for name in self.cold}
-        self.spawn("recover", lambda: recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=EPOCH.timestamp()))
+        self.spawn("recover", lambda: recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=BEGIN.timestamp()))
         self.run_until_idle()
         for name in self.cold:  # a tier that a daemon has opened once and that disappears is unmounted, not empty
             os.close(rooms.cold[name].store.tree.open_folder("-", create=False)[0])  # type: ignore[attr-defined]
@@ -248,7 +248,7 @@ class RetentionWorld:
         for name in folders:
             step, separator, generation = name.partition("-g")
             files = os.listdir(f"{run}/{name}") if separator else ()
-            if layout.MANIFEST in files:
+            if layout.MANIFEST in files and layout.GONE not in files:
                 verdict = False if layout.UNHEALTHY in files else True if layout.HEALTHY in files else None
                 replicas[Id(int(generation), int(step))] = Replica(MILESTONE in files, verdict)
         return replicas
