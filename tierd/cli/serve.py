@@ -10,6 +10,7 @@ from tierd import __version__, failpoints
 from tierd.cli import options
 from tierd.cli.console import print_report
 from tierd.cli.options import settings_of
+from tierd.config_environment import check_names
 from tierd.config_file import systemd
 from tierd.format.manifest import FORMAT_VERSION
 from tierd.format.wire import PROTOCOL_VERSION
@@ -17,6 +18,7 @@ from tierd.format.wire import PROTOCOL_VERSION
 
 def serve(context: typer.Context) -> int:
     """Run the daemon in the foreground until SIGTERM. SIGHUP reads max_upload_mib_s again."""
+    check_names()
     settings = settings_of(context)
     config = settings.config()
     from tierd.daemon import serve
