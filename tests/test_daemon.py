@@ -59,6 +59,18 @@ def test_start_and_stop_log_no_warning(tmp_path: Path) -> None:
         assert "WARNING" not in daemon.log
 
 
+def test_start_logs_the_config_file_the_variables_that_override_it_and_the_tiers(tmp_path: Path) -> None:
+    environ = {"TIERD_LIFECYCLE_HOT_KEEP_LAST": "9", "TIERD_SOCKET": "/of-trainers"}
+    with Daemon(tmp_path, environ=environ) as daemon:
+        line = next(line for line in daemon.log.splitlines() if "INFO config: " in line)
+    file, tiers = line.partition("INFO config: ")[2].split("; ", 1)
+    path, variables = file.split(", overridden by ")
+    assert path == str(daemon.config)
+    names = {"TIERD_LIFECYCLE_HOT_KEEP_LAST", "TIERD_SCRUB_INTERVAL_S", "TIERD_HEALTH_EXAMINE"}
+    assert set(variables.split(", ")) == names, "a variable of trainers overrides no key"
+    assert tiers == f"hot tier: {daemon.hot}; cold tiers: cold file://{daemon.cold}"
+
+
 def test_a_second_daemon_on_the_same_directory_is_refused_and_does_not_affect_the_first(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         second = Daemon(tmp_path)

@@ -92,6 +92,11 @@ def apply(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
             raise BadConfig(f"read ${name}={raw!r}: {error}", hint=f"it sets {'.'.join(keys)}") from error
 
 
+def overriding(environ: Mapping[str, str]) -> list[str]:
+    """The variables that set a key of the config."""
+    return [name for name in environ if name in SCALARS or name == KEY_FILE]
+
+
 def check_names(environ: Mapping[str, str] = os.environ) -> None:
     """Raises BadConfig if the environment has names that nothing reads."""
     if unknown := unknown_names(environ):

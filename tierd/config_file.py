@@ -99,6 +99,13 @@ def load(option: str | None = None, *, environ: Mapping[str, str] = os.environ, 
     return config
 
 
+def source_of(option: str | None = None, *, environ: Mapping[str, str] = os.environ, cwd: Path | None = None) -> str:
+    """Where `load` takes the configuration from: the file, and the names of the variables that override its keys."""
+    path = find_file(option, environ=environ, cwd=cwd)
+    variables = ", ".join(config_environment.overriding(environ))
+    return f"{path or 'built-in defaults, no file'}{f', overridden by {variables}' if variables else ''}"
+
+
 def check_user(config: Config) -> None:
     """Raises BadConfig if this process cannot be the daemon of this config: it is another user, or not in the group."""
     uid, groups = os.geteuid(), (os.getegid(), *os.getgroups())

@@ -11,7 +11,7 @@ from tierd.cli import options
 from tierd.cli.console import print_report
 from tierd.cli.options import settings_of
 from tierd.config_environment import check_names
-from tierd.config_file import systemd
+from tierd.config_file import source_of, systemd
 from tierd.format.manifest import FORMAT_VERSION
 from tierd.format.wire import PROTOCOL_VERSION
 
@@ -24,7 +24,8 @@ def serve(context: typer.Context) -> int:
     from tierd.daemon import serve
 
     failpoints.arm()
-    serve(config, systemd=systemd(), read_config=settings.config)
+    source = source_of(settings.config_file)
+    serve(config, source=source, systemd=systemd(), read_config=settings.config)
     return 0
 
 
