@@ -350,10 +350,12 @@ def _shared_places(config: Config) -> Iterator[_Mistake]:
         directories[cold.name] = path
 
 
-def differences(before: Config, after: Config) -> list[str]:
-    """The keys whose values differ, such as `cold.dr.region`."""
+def differences(before: Config, after: Config) -> dict[str, tuple[object, object]]:
+    """The two values of each key whose values differ, such as `cold.dr.region`; "not set" for one that is in a section
+    of the other config alone."""
     old, new = dict(_named(before, "")), dict(_named(after, ""))
-    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    both = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in sorted(old.keys() | new.keys())}
+    return {key: (value, other) for key, (value, other) in both.items() if value != other}
 
 
 def _named(struct: msgspec.Struct, above: str) -> Iterator[tuple[str, object]]:

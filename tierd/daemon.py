@@ -297,8 +297,11 @@ class _Daemon:
             log.error("SIGHUP: the config was not changed: %s", error)
             return
         self._config = reloaded(self._config, fresh)
+        self._context.reload(self._config)
         for tier in self._config.cold:
             self._limit_writes(tier.name)
+        for name in self._workers:  # whoever mends a tier and reloads need not wait for the end of a backoff
+            self._wakes[name].set_retry()
 
     # ── tiers ──
 

@@ -17,7 +17,8 @@ from tierd.format.wire import PROTOCOL_VERSION
 
 
 def serve(context: typer.Context) -> int:
-    """Run the daemon in the foreground until SIGTERM. SIGHUP reads max_upload_mib_s again."""
+    """Run the daemon in the foreground until SIGTERM. SIGHUP reads the lifecycle and the upload
+    caps again, and retries at once what has failed."""
     check_names()
     settings = settings_of(context)
     config = settings.config()

@@ -71,7 +71,6 @@ class Replicator:
     def __init__(self, context: DaemonContext, cold: Tier) -> None:
         self.interval_s = context.config.limits.reconcile_interval_s
         self._context = context
-        self._config = context.config
         self._catalog = context.catalog
         self._hot = context.hot
         self._cold = cold
@@ -132,7 +131,7 @@ class Replicator:
 
     def _pending(self) -> list[CheckpointId]:
         """What is to be copied, in the order of the plan, without the parts that are still being examined."""
-        checkpoints = pending(self._catalog, self._config, self._cold.name)
+        checkpoints = pending(self._catalog, self._context.config, self._cold.name)
         awaited = {checkpoint for checkpoint in checkpoints if self._awaits_verdict(checkpoint)}
         self._unexamined = {each: self._unexamined[each] for each in checkpoints if each in self._unexamined}
         self._awaits_verdicts = bool(awaited)
@@ -141,7 +140,7 @@ class Replicator:
     def _awaits_verdict(self, checkpoint: CheckpointId) -> bool:
         """A node file has the verdict on its part, and is never replaced: a part waits for it for a limited time."""
         entry = self._catalog.get(checkpoint)
-        if not self._config.health.examine or entry is None or entry.part is None:
+        if not self._context.config.health.examine or entry is None or entry.part is None:
             return False
         if self._hot.name in entry.diagnoses:
             return False
@@ -276,11 +275,11 @@ class Replicator:
         """Delete what a killed copy left of checkpoints that will not be copied again, as often as the tier is listed.
         Only of runs in this hot tier, and only after a day: another node may be copying into a shared tier."""
         now_s = self._context.monotonic_s()
-        if now_s - self._swept_at_s < self._config.limits.cold_list_interval_s:
+        if now_s - self._swept_at_s < self._context.config.limits.cold_list_interval_s:
             return
         self._retentions.forget_due(now_s=now_s)
         local_runs = {manifest.run for manifest in self._catalog.manifests_in(self._hot.name)}
-        to_copy = set(pending(self._catalog, self._config, self._cold.name))
+        to_copy = set(pending(self._catalog, self._context.config, self._cold.name))
 
         def is_abandoned(checkpoint: CheckpointId) -> bool:
             is_ours = checkpoint.run in local_runs and not self._may_run_elsewhere(checkpoint)
