@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -102,8 +103,18 @@ def test_a_port_in_use_is_named_and_the_socket_is_removed(tmp_path: Path) -> Non
         daemon = Daemon(tmp_path, environ={"TIERD_DAEMON_LISTEN": f"127.0.0.1:{taken.getsockname()[1]}"})
         code, log = fails_to_start(daemon)
     assert code == BadConfig.exit_code
-    assert "listen on 127.0.0.1" in log
+    assert re.search(r"listen on 127\.0\.0\.1:\d+: another program has this port\n  hint: set daemon\.listen to", log)
     assert not Path(daemon.socket).exists()
+
+
+def test_port_of_another_daemon_is_refused_with_its_pid_and_its_hot_tier(tmp_path: Path) -> None:
+    with serving(tmp_path / "first") as first:
+        listen = first.url.removeprefix("http://")
+        code, log = fails_to_start(Daemon(tmp_path / "second", environ={"TIERD_DAEMON_LISTEN": listen}))
+        assert code == BadConfig.exit_code
+        assert f"{listen}: another tierd, pid {first.pid} on here with the hot tier {first.hot}, has this port" in log
+        assert "set daemon.listen to a free port" in log
+        snapshot(first, "run42", 1)
 
 
 def test_an_unusable_hot_directory_is_named(tmp_path: Path) -> None:

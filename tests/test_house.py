@@ -118,6 +118,7 @@ DOORS = {
         files={
             "tierd/api/operator.py": "the routes",
             "tierd/api/http_server.py": "opens and closes it",
+            "tierd/api/port_occupant.py": "asks what has its port",
             "tierd/api/peer_parts.py": "the route for other nodes",
             "tierd/tiers/peer_store.py": "reads from other nodes",
         },
