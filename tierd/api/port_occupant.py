@@ -36,10 +36,10 @@ async def port_occupant(host: str, port: int) -> str:
         for scheme in ("http", "https"):
             try:
                 return await _ask(session, f"{scheme}://{address}/api/v1/status")
-            except aiohttp.ClientError:
-                continue  # the other scheme
-            except (OSError, ValueError):
+            except TimeoutError:
                 break
+            except (aiohttp.ClientError, OSError, ValueError):
+                continue  # the other scheme
     return OTHER
 
 
