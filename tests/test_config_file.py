@@ -202,10 +202,6 @@ def test_the_environment_does_not_hide_an_error_in_the_file(tmp_path: Path) -> N
     assert "lifecycle is 3" in refusal(tmp_path, "lifecycle = 3", TIERD_LIFECYCLE_HOT_KEEP_LAST="3")
 
 
-def test_other_variables_with_the_prefix_are_ignored(tmp_path: Path) -> None:
-    load(environ={"TIERD_SOCKET": "/x", "TIERD_SERVICE_HOST": "10.0.0.1", "TIERD_HOT": "1"}, cwd=tmp_path)
-
-
 # ── errors ──
 
 

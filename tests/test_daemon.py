@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -59,6 +60,18 @@ def test_start_and_stop_log_no_warning(tmp_path: Path) -> None:
         assert "WARNING" not in daemon.log
 
 
+def test_start_logs_the_config_file_the_variables_that_override_it_and_the_tiers(tmp_path: Path) -> None:
+    environ = {"TIERD_LIFECYCLE_HOT_KEEP_LAST": "9", "TIERD_SOCKET": "/of-trainers"}
+    with Daemon(tmp_path, environ=environ) as daemon:
+        line = next(line for line in daemon.log.splitlines() if "INFO config: " in line)
+    file, tiers = line.partition("INFO config: ")[2].split("; ", 1)
+    path, variables = file.split(", overridden by ")
+    assert path == str(daemon.config)
+    names = {"TIERD_LIFECYCLE_HOT_KEEP_LAST", "TIERD_SCRUB_INTERVAL_S", "TIERD_HEALTH_EXAMINE"}
+    assert set(variables.split(", ")) == names, "a variable of trainers overrides no key"
+    assert tiers == f"hot tier: {daemon.hot}; cold tiers: cold file://{daemon.cold}"
+
+
 def test_a_second_daemon_on_the_same_directory_is_refused_and_does_not_affect_the_first(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         second = Daemon(tmp_path)
@@ -90,8 +103,18 @@ def test_a_port_in_use_is_named_and_the_socket_is_removed(tmp_path: Path) -> Non
         daemon = Daemon(tmp_path, environ={"TIERD_DAEMON_LISTEN": f"127.0.0.1:{taken.getsockname()[1]}"})
         code, log = fails_to_start(daemon)
     assert code == BadConfig.exit_code
-    assert "listen on 127.0.0.1" in log
+    assert re.search(r"listen on 127\.0\.0\.1:\d+: another program has this port\n  hint: set daemon\.listen to", log)
     assert not Path(daemon.socket).exists()
+
+
+def test_port_of_another_daemon_is_refused_with_its_pid_and_its_hot_tier(tmp_path: Path) -> None:
+    with serving(tmp_path / "first") as first:
+        listen = first.url.removeprefix("http://")
+        code, log = fails_to_start(Daemon(tmp_path / "second", environ={"TIERD_DAEMON_LISTEN": listen}))
+        assert code == BadConfig.exit_code
+        assert f"{listen}: another tierd, pid {first.pid} on here with the hot tier {first.hot}, has this port" in log
+        assert "set daemon.listen to a free port" in log
+        snapshot(first, "run42", 1)
 
 
 def test_an_unusable_hot_directory_is_named(tmp_path: Path) -> None:

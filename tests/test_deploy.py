@@ -25,7 +25,7 @@ import yaml
 from tests.support.daemon import serving
 from tests.support.waiting import DEADLINE_S
 from tierd import config, config_file
-from tierd.errors import BadConfig, LockHeld
+from tierd.errors import EXIT_HALTED, BadConfig, LockHeld
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -234,6 +234,27 @@ def test_schema_check_rejects_an_unknown_key() -> None:
     job["spec"]["template"]["spec"]["initContainers"][0]["startupProb"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, KUBERNETES, strict=True)
+
+
+def test_job_fails_at_once_when_the_trainer_halts_and_ignores_disruptions() -> None:
+    """The API server refuses podFailurePolicy with another restartPolicy than Never; the schema does not."""
+    for name in ("kubernetes.yaml", "kubernetes-two-users.yaml"):
+        (job,) = [one for one in yaml.safe_load_all((DEPLOY / name).read_text()) if one["kind"] == "Job"]
+        halt, disruption = job["spec"]["podFailurePolicy"]["rules"]
+        assert (halt["action"], halt["onExitCodes"]["values"]) == ("FailJob", [EXIT_HALTED])
+        inner = job["spec"]["template"]["spec"]
+        assert halt["onExitCodes"]["containerName"] in [one["name"] for one in inner["containers"]]
+        assert (disruption["action"], disruption["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+        assert inner["restartPolicy"] == "Never"
+
+
+def test_cache_of_the_image_is_on_a_volume_that_the_next_pod_mounts(tmp_path: Path) -> None:
+    environ = dict(re.findall(r"(\w+)=(\S+)", dict(dockerfile())["ENV"]))
+    cache = config_file.cache_folder(environ)
+    volumes = {one["mountPath"]: one["name"] for one in sidecar()["volumeMounts"]}
+    assert cache is not None
+    assert [name for path, name in volumes.items() if cache.is_relative_to(path)] == ["hot"]
+    assert not cache.is_relative_to(pod_config(tmp_path).hot_path)
 
 
 def test_daemon_is_a_native_sidecar_that_the_trainer_waits_for(tmp_path: Path) -> None:

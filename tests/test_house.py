@@ -118,6 +118,7 @@ DOORS = {
         files={
             "tierd/api/operator.py": "the routes",
             "tierd/api/http_server.py": "opens and closes it",
+            "tierd/api/port_occupant.py": "asks what has its port",
             "tierd/api/peer_parts.py": "the route for other nodes",
             "tierd/tiers/peer_store.py": "reads from other nodes",
         },
@@ -182,7 +183,8 @@ DOORS = {
     "the environment": Door(
         names=frozenset({"os.environ", "os.getenv", "os.putenv", "os.environb"}),
         files={
-            "tierd/config_file.py": "TIERD_SECTION_KEY, and what systemd passes to a service",
+            "tierd/config_file.py": "TIERD_CONFIG, and what systemd passes to a service",
+            "tierd/config_environment.py": "TIERD_SECTION_KEY",
             "tierd/failpoints.py": "which failpoints a test has armed",
             "client/tierd_client/connection.py": "TIERD_SOCKET and the like, and what launchers set for a rank",
             "client/tierd_client/frameworks/transformers.py": "TIERD_RESUME may be a path",

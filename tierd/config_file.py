@@ -21,6 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from tierd import config_environment
 from tierd.access import access_of, others_can_write
 from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config, SnapshotConfig, is_exposed_endpoint
 from tierd.errors import BadConfig
@@ -80,7 +81,7 @@ def load(option: str | None = None, *, environ: Mapping[str, str] = os.environ, 
             tree = tomllib.loads(_read_own(path))
         except (ValueError, RecursionError, OSError) as error:  # also of what is not UTF-8
             raise BadConfig(f"read config {path}: {error}", hint="deploy/tierd.toml is a commented example") from error
-    _apply_environment(tree, environ)
+    config_environment.apply(tree, environ)
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
@@ -96,6 +97,13 @@ def load(option: str | None = None, *, environ: Mapping[str, str] = os.environ, 
     for mistake in _mistakes(config):
         raise _refusal(where, *mistake)
     return config
+
+
+def source_of(option: str | None = None, *, environ: Mapping[str, str] = os.environ, cwd: Path | None = None) -> str:
+    """Where `load` takes the configuration from: the file, and the names of the variables that override its keys."""
+    path = find_file(option, environ=environ, cwd=cwd)
+    variables = ", ".join(config_environment.overriding(environ))
+    return f"{path or 'built-in defaults, no file'}{f', overridden by {variables}' if variables else ''}"
 
 
 def check_user(config: Config) -> None:
@@ -156,42 +164,6 @@ def _type_of(struct: Any, key: str) -> Any:
     kind = next(field.type for field in msgspec.structs.fields(struct) if field.encode_name == key)
     sections = [each for each in get_args(kind) if isinstance(each, type) and issubclass(each, msgspec.Struct)]
     return sections[0] if sections and get_origin(kind) is not list else kind
-
-
-def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """TIERD_HOT_PATH sets hot.path, TIERD_LIFECYCLE_HOT_KEEP_LAST lifecycle.hot.keep_last, and so on. TIERD_KEY_FILE is
-    short for TIERD_SECURITY_KEY_FILE. Slurm tells the switches above a node: "s1.s7.node3" is below s7, which is below
-    s1."""
-    if "TIERD_KEY_FILE" in environ:
-        environ = {"TIERD_SECURITY_KEY_FILE": environ["TIERD_KEY_FILE"], **environ}
-    peers = tree.get("peers", {})
-    has_domain = not isinstance(peers, dict) or peers.get("domain")  # what is not a table is refused below
-    if (switches := environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]) and not has_domain:
-        environ = {"TIERD_PEERS_DOMAIN": switches, **environ}
-    for keys, kind in _scalars(Config, ()):
-        raw = environ.get("TIERD_" + "_".join(keys).upper())
-        if raw is None:
-            continue
-        section: Any = tree
-        for key in keys[:-1]:
-            section = section.setdefault(key, {}) if isinstance(section, dict) else None
-        if not isinstance(section, dict):
-            continue  # not a table in the file: msgspec.convert refuses it below
-        try:
-            section[keys[-1]] = msgspec.convert(raw, kind, strict=False)
-        except (msgspec.ValidationError, UnicodeError) as error:
-            name = "TIERD_" + "_".join(keys).upper()
-            raise BadConfig(f"read ${name}={raw!r}: {error}", hint=f"it sets {'.'.join(keys)}") from error
-
-
-def _scalars(struct: type[msgspec.Struct], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(keys, type) of every key that is not a list."""
-    for field in msgspec.structs.fields(struct):
-        keys = (*above, field.encode_name)
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            yield from _scalars(field.type, keys)
-        elif get_origin(field.type) is not list:
-            yield keys, field.type
 
 
 def _absolute(config: Config, base: Path, where: str) -> Config:
@@ -378,10 +350,12 @@ def _shared_places(config: Config) -> Iterator[_Mistake]:
         directories[cold.name] = path
 
 
-def differences(before: Config, after: Config) -> list[str]:
-    """The keys whose values differ, such as `cold.dr.region`."""
+def differences(before: Config, after: Config) -> dict[str, tuple[object, object]]:
+    """The two values of each key whose values differ, such as `cold.dr.region`; "not set" for one that is in a section
+    of the other config alone."""
     old, new = dict(_named(before, "")), dict(_named(after, ""))
-    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    both = {key: (old.get(key, "not set"), new.get(key, "not set")) for key in sorted(old.keys() | new.keys())}
+    return {key: (value, other) for key, (value, other) in both.items() if value != other}
 
 
 def _named(struct: msgspec.Struct, above: str) -> Iterator[tuple[str, object]]:

@@ -1,4 +1,4 @@
-"""SIGHUP changes upload caps. For every other key that differs, the log says that a restart is needed."""
+"""SIGHUP changes the lifecycle and the upload caps; the log names other keys that differ and need a restart."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ log = logging.getLogger("tierd")
 
 
 def reloaded(config: Config, fresh: Config) -> Config:
-    """`config` with the upload caps of `fresh`."""
-    caps = {tier.name: tier.max_upload_mib_s for tier in fresh.cold}
-    cold: list[ColdConfig] = []
-    for tier in config.cold:
-        cap = caps.get(tier.name, tier.max_upload_mib_s)
-        if cap != tier.max_upload_mib_s:
-            log.info("SIGHUP: max_upload_mib_s of %s is now %g, was %g", tier.name, cap, tier.max_upload_mib_s)
-        cold.append(msgspec.structs.replace(tier, max_upload_mib_s=cap))
-    config_with_caps = msgspec.structs.replace(config, cold=cold)
-    others = differences(config_with_caps, fresh)
-    if others:
+    """`config` with the lifecycle and the upload caps of `fresh`."""
+    tiers = {tier.name: tier for tier in fresh.cold}
+
+    def with_fresh_keys(tier: ColdConfig) -> ColdConfig:
+        other = tiers.get(tier.name, tier)
+        return msgspec.structs.replace(tier, lifecycle=other.lifecycle, max_upload_mib_s=other.max_upload_mib_s)
+
+    after = msgspec.structs.replace(config, lifecycle=fresh.lifecycle, cold=list(map(with_fresh_keys, config.cold)))
+    changed = differences(config, after)
+    for key, (old, new) in changed.items():
+        log.info("SIGHUP: %s is now %s, was %s", key, new, old)
+    if others := differences(after, fresh):
         log.warning("SIGHUP: these keys changed and need a restart: %s", ", ".join(others))
-    elif cold == config.cold:
+    elif not changed:
         log.info("SIGHUP: the config has not changed")
-    return config_with_caps
+    return after

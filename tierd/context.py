@@ -91,11 +91,11 @@ class Roster(NamedTuple):
     nodes: list[NodeAddress]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DaemonContext:
-    """`now` is the wall clock, in UTC; `monotonic_s` a clock that never goes back, in seconds. `part_copies`: None
-    where nodes do not read from each other. `partners`: of the runs of which parts are copied here. `rosters`: of the
-    runs over several nodes whose trainers have told it."""
+    """`config`: of the moment, because a reload changes it. `now` is the wall clock, in UTC; `monotonic_s` a clock that
+    never goes back, in seconds. `part_copies`: None where nodes do not read from each other. `partners`: of the runs of
+    which parts are copied here. `rosters`: of the runs over several nodes whose trainers have told it."""
 
     config: Config
     catalog: Catalog
@@ -119,6 +119,11 @@ class DaemonContext:
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     monotonic_s: Callable[[], float] = time.monotonic
     _locks: WeakValueDictionary[CheckpointId, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+
+    def reload(self, config: Config) -> None:
+        """Decide by this config from now on. A pass that has planned deletions plans again before the next one."""
+        self.config = config
+        self.catalog.changes += 1
 
     @property
     def tiers(self) -> dict[str, Tier]:

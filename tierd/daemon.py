@@ -82,13 +82,15 @@ LOCK_INTERVAL_S = 2.0  # how often the lock of the hot directory is checked
 STOP_TIMEOUT_S = 3.0  # from the end of the drain to the end of the process
 
 
-def serve(config: Config, *, systemd: Systemd, read_config: Callable[[], Config]) -> None:
-    """Run until SIGTERM or SIGINT. `read_config`: reads the config again on SIGHUP.
+def serve(config: Config, *, source: str, systemd: Systemd, read_config: Callable[[], Config]) -> None:
+    """Run until SIGTERM or SIGINT. `source`: where the config is from. `read_config`: reads it again on SIGHUP.
 
     Raises LockHeld, BadConfig or TierUnreachable when it cannot start, with nothing changed. Raises Transient at the
     end when a sealed snapshot did not become durable in time.
     """
     logs.configure(LogLimit(STAGES))
+    cold = ", ".join(f"{tier.name} {tier.url}" for tier in config.cold)
+    log.info("config: %s; hot tier: %s; cold tiers: %s", source, config.hot.path, cold or "none")
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     check_user(config)
     # In a thread, because a directory without its server answers never.
@@ -295,8 +297,11 @@ class _Daemon:
             log.error("SIGHUP: the config was not changed: %s", error)
             return
         self._config = reloaded(self._config, fresh)
+        self._context.reload(self._config)
         for tier in self._config.cold:
             self._limit_writes(tier.name)
+        for name in self._workers:  # whoever mends a tier and reloads need not wait for the end of a backoff
+            self._wakes[name].set_retry()
 
     # ── tiers ──
 

@@ -38,9 +38,37 @@ def test_raised_upload_cap_releases_a_waiting_upload_without_a_restart(tmp_path:
         wait_until(served.checkpoint_keys, "for the first shard")
         assert not any(key.endswith("manifest.json") for key in served.objects)
         reload(daemon, f"max_upload_mib_s = {MIB_S}", "max_upload_mib_s = 0.0")
-        daemon.wait_log(f"max_upload_mib_s of cold is now 0, was {MIB_S}")
+        daemon.wait_log(f"cold.cold.max_upload_mib_s is now 0.0, was {MIB_S}")
         wait_until(lambda: any(key.endswith("manifest.json") for key in served.objects), "for the commit")
         assert daemon.stop() == 0
+
+
+def test_lowered_lifecycle_applies_without_a_restart(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        make_checkpoint(tmp_path / "hot", step=step, sequence=step)
+    rules = "[lifecycle.hot]\nkeep_last = 5\nkeep_every = 2\n[lifecycle.cold]\nkeep_last = 5\nkeep_every = 0\n"
+    with serving(tmp_path, more=rules) as daemon:
+        wait_until(lambda: daemon.steps("hot") == [1, 2, 3, 4, 5], "the checkpoints to be listed")
+        reload(daemon, "keep_last = 5", "keep_last = 1")
+        daemon.wait_log("SIGHUP: lifecycle.cold.keep_last is now 1, was 5")
+        daemon.wait_log("SIGHUP: lifecycle.hot.keep_last is now 1, was 5")
+        wait_until(lambda: daemon.steps("hot") == [2, 4, 5], "what the new rules do not keep to be deleted")
+        assert "restart" not in daemon.log
+
+
+def test_reload_tries_at_once_what_waits_after_an_outage(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "hot")
+    never = {"TIERD_LIMITS_RETRY_MIN_S": "9000", "TIERD_LIMITS_RETRY_MAX_S": "9000"}
+    with bucket_server() as served:
+        served.script = lambda operation, key: "AccessDenied"
+        with serving(tmp_path, more=cold(served), environ=never) as daemon:
+            daemon.wait_log("WARNING list: list s3://")
+            shown = daemon.tierd("status").stdout
+            assert f"tried again within minutes; at once after: kill -HUP {daemon.pid}\n" in shown
+            served.script = lambda operation, key: ""
+            daemon.signal(signal.SIGHUP)
+            wait_until(lambda: daemon.steps("cold") == [100], "the copy")
+            assert "kill -HUP" not in daemon.tierd("status").stdout
 
 
 def test_reload_names_keys_that_need_a_restart_and_ignores_an_invalid_file(tmp_path: Path) -> None:
@@ -55,7 +83,7 @@ def test_reload_names_keys_that_need_a_restart_and_ignores_an_invalid_file(tmp_p
         daemon.signal(signal.SIGHUP)
         daemon.wait_log("no such file")
         assert daemon.status()["is_ready"]
-        assert "max_upload_mib_s of" not in daemon.log
+        assert "max_upload_mib_s is now" not in daemon.log
         assert daemon.stop() == 0
 
 

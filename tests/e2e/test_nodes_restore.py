@@ -30,7 +30,7 @@ def hold_cold(daemon: Daemon) -> None:
         daemon.config.read_text().replace('name = "cold"', 'name = "cold"\nmax_upload_mib_s = 1e-6')
     )
     daemon.signal(signal.SIGHUP)
-    daemon.wait_log("max_upload_mib_s of cold is now")
+    daemon.wait_log("max_upload_mib_s is now")
 
 
 def save(trainers: Sequence[Trainer], *, in_cold: bool = False) -> list[str]:

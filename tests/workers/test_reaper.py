@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.hung_directory import hung_directory
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import ColdPolicy
+from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.decisions import HaltReason, decisions, halted, pending, to_reap
 from tierd.errors import Retained, TierUnreachable
 from tierd.format.health import Diagnosis
@@ -47,6 +47,17 @@ async def test_what_no_policy_keeps_is_deleted_from_every_tier(rooms: Rooms) -> 
     assert rooms.steps("hot") == rooms.steps("cold") == [500, 400, 300]
     assert sorted(manifest.step for manifest in rooms.catalog.manifests_in("hot")) == [300, 400, 500]
     assert rooms.events.count(("space_freed",)) == 4
+
+
+async def test_rules_that_a_reload_raises_stop_deletions_of_the_pass_that_runs(rooms: Rooms) -> None:
+    async def reload_after_the_first_deletion() -> None:
+        while len(rooms.catalog.manifests_in("hot")) + len(rooms.catalog.manifests_in("cold")) == 2 * len(STEPS):
+            await asyncio.sleep(0)
+        lifecycle = LifecycleConfig(hot=TierPolicy(keep_last=4), cold=ColdPolicy(keep_last=4))
+        rooms.context.reload(msgspec.structs.replace(rooms.config, lifecycle=lifecycle))
+
+    await asyncio.gather(reaper(rooms).run_once(), reload_after_the_first_deletion())
+    assert rooms.steps("hot") == rooms.steps("cold") == [500, 400, 300, 200]
 
 
 async def test_hot_replica_stays_until_its_selected_cold_copy_is_there(rooms: Rooms) -> None:

@@ -111,6 +111,19 @@ def test_a_wake_shortens_the_backoff_of_an_urgent_worker_to_retry_min_s() -> Non
     assert worker.gaps_s == pytest.approx([LIMITS.retry_min_s] * 5, abs=0.2)
 
 
+@pytest.mark.parametrize("is_urgent", [False, True])
+def test_a_retry_that_a_person_asks_for_ends_the_backoff_and_begins_it_anew(is_urgent: bool) -> None:
+    def on_pass(wake: Wake) -> None:
+        if next(passes) == 4:  # the backoff is at its maximum
+            wake.set_retry()
+
+    passes = itertools.count(1)
+    worker, _ = run(lambda: Task([False] * 9, is_urgent=is_urgent), 6, on_pass=on_pass)
+    assert worker.gaps_s[2] >= 2.0
+    assert worker.gaps_s[3] < 0.2
+    assert worker.gaps_s[4] <= LIMITS.retry_min_s * (2 if is_urgent else 1) + 0.2
+
+
 def test_a_cancellation_within_a_pass_is_recorded_and_the_worker_continues() -> None:
     """A call in a thread may raise the CancelledError of another task, which would end the loop silently."""
     task, errors = run(lambda: Task([asyncio.CancelledError(), True]), 3)

@@ -269,8 +269,8 @@ class Admission:
                 reasons = "; ".join(f"{tier} ({why})" for tier, why in unlisted.items())
                 raise TierUnreachable(
                     f"start {run}: nothing is known of it here, and these could not be listed: {reasons}",
-                    hint="its checkpoints may be there: bring the tier back, take it out of the config, or begin anew "
-                    "with TIERD_RESUME=scratch in the trainer's environment",
+                    hint="if it is a new run, start it once with TIERD_RESUME=scratch in the trainer's environment; "
+                    "if it may have checkpoints there, bring the tier back first; docs/RUNBOOK.md#new-run-refused",
                 )
             # Minutes since 1970 are more than any count of starts. So this generation is newer than those in the tiers
             # that could not be listed.

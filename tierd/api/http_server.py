@@ -10,6 +10,7 @@ the token.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import ipaddress
 import logging
@@ -25,6 +26,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from tierd.api.port_occupant import port_occupant
 from tierd.config import Config, split_address
 from tierd.errors import BadConfig
 
@@ -89,6 +91,8 @@ class HttpServer:
         except OSError as error:
             # asyncio puts the address into strerror. The codes of getaddrinfo are negative.
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+            if error.errno == errno.EADDRINUSE:
+                reason = f"{await port_occupant(host, port)} has this port"
             raise BadConfig(
                 f"listen on {self._listen}: {reason}",
                 hint=f"set {self._key} to a free port; port 0 takes any",

@@ -26,6 +26,7 @@ import typer
 
 from tierd.cli.console import print_note, print_result
 from tierd.cli.options import Settings, settings_of
+from tierd.config_environment import unknown_names
 from tierd.errors import TierdError
 
 P = ParamSpec("P")
@@ -131,6 +132,9 @@ def settings(
     ] = False,
 ) -> None:
     context.obj = Settings(config, wants_traceback)
+    if context.invoked_subcommand not in ("serve", "demo", "version"):  # serve refuses them; the others read no config
+        for unknown in unknown_names():
+            print_note(f"tierd: {unknown}")
 
 
 def main() -> None:

@@ -43,7 +43,10 @@ async def check_peers(config: Config, status: StatusReport) -> AsyncIterator[Adv
             yield Advice("partner", "peers", "ok", message)
         if not partner.has_same_lifecycle:
             message = f"the lifecycle of the node at {address} differs from the one in this config"
-            hint = "give all nodes the same [lifecycle]; in cold tiers that of the node of rank 0 counts"
+            hint = (
+                "give all nodes the same [lifecycle]; in cold tiers that of the node of rank 0 counts. After a reload, "
+                "the nodes tell each other at the next start of the trainers"
+            )
             yield Advice("lifecycle", "peers", "warning", message, hint)
 
 

@@ -10,19 +10,23 @@ from tierd import __version__, failpoints
 from tierd.cli import options
 from tierd.cli.console import print_report
 from tierd.cli.options import settings_of
-from tierd.config_file import systemd
+from tierd.config_environment import check_names
+from tierd.config_file import source_of, systemd
 from tierd.format.manifest import FORMAT_VERSION
 from tierd.format.wire import PROTOCOL_VERSION
 
 
 def serve(context: typer.Context) -> int:
-    """Run the daemon in the foreground until SIGTERM. SIGHUP reads max_upload_mib_s again."""
+    """Run the daemon in the foreground until SIGTERM. SIGHUP reads the lifecycle and the upload
+    caps again, and retries at once what has failed."""
+    check_names()
     settings = settings_of(context)
     config = settings.config()
     from tierd.daemon import serve
 
     failpoints.arm()
-    serve(config, systemd=systemd(), read_config=settings.config)
+    source = source_of(settings.config_file)
+    serve(config, source=source, systemd=systemd(), read_config=settings.config)
     return 0
 
 

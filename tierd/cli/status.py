@@ -46,6 +46,7 @@ UNKNOWN = 3
 _CODES = {Severity.WARNING: 1, Severity.CRITICAL: 2}
 _LISTED_FAILURES = 5
 _PAUSE_SHOWN_S = 10.0
+_RETRIED = ("tier-unreachable", "cold-unreachable")  # sections of the runbook
 Check = Annotated[
     bool,
     typer.Option(
@@ -198,6 +199,8 @@ def _print_alarms(report: StatusReport, settings: Settings) -> None:
         if hint := own_hint or next((hint for message, hint in hints.items() if message in alarm.message), ""):
             print_result(f"  hint: {hint}")
         print_result(f"  next: {_with_config(alarm.command, settings)}   {RUNBOOK}#{alarm.runbook}")
+    if report.pid is not None and any(alarm.runbook in _RETRIED for alarm in report.alarms):
+        print_result(f"a tier that fails is tried again within minutes; at once after: kill -HUP {report.pid}")
     if report.alarms:
         print_result("")
 

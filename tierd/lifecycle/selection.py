@@ -243,7 +243,8 @@ def _refusal(
     if unlisted:
         return TierUnreachable(
             f"find {query}: none found, and these tiers could not be listed: {'; '.join(unlisted)}",
-            hint="the checkpoint may be there: try again later; to start fresh, take the tier out of the config",
+            hint="the checkpoint may be there: bring the tier back; a new run starts with TIERD_RESUME=scratch in the "
+            "trainer's environment; docs/RUNBOOK.md#new-run-refused",
         )
     if parts:
         newest = max(parts, key=lambda replica: replica.id.recency)

@@ -72,7 +72,6 @@ class Replicator:
     def __init__(self, context: DaemonContext, cold: Tier) -> None:
         self.interval_s = context.config.limits.reconcile_interval_s
         self._context = context
-        self._config = context.config
         self._catalog = context.catalog
         self._hot = context.hot
         self._cold = cold
@@ -135,7 +134,9 @@ class Replicator:
         """What is to be copied, in the order of the plan, without the parts that are still being examined, and what a
         daemon is deleting there: that is sent again after the tombstone was cleared."""
         gone = self._catalog.tiers[self._cold.name].gone
-        checkpoints = [each for each in pending(self._catalog, self._config, self._cold.name) if each not in gone]
+        checkpoints = [
+            each for each in pending(self._catalog, self._context.config, self._cold.name) if each not in gone
+        ]
         awaited = {checkpoint for checkpoint in checkpoints if self._awaits_verdict(checkpoint)}
         self._unexamined = {each: self._unexamined[each] for each in checkpoints if each in self._unexamined}
         self._awaits_verdicts = bool(awaited)
@@ -144,7 +145,7 @@ class Replicator:
     def _awaits_verdict(self, checkpoint: CheckpointId) -> bool:
         """A node file has the verdict on its part, and is never replaced: a part waits for it for a limited time."""
         entry = self._catalog.get(checkpoint)
-        if not self._config.health.examine or entry is None or entry.part is None:
+        if not self._context.config.health.examine or entry is None or entry.part is None:
             return False
         if self._hot.name in entry.diagnoses:
             return False
@@ -287,7 +288,7 @@ class Replicator:
         now_s = self._context.monotonic_s()
         self._retentions.forget_due(now_s=now_s)
         local_runs = {manifest.run for manifest in self._catalog.manifests_in(self._hot.name)}
-        to_copy = set(pending(self._catalog, self._config, self._cold.name))
+        to_copy = set(pending(self._catalog, self._context.config, self._cold.name))
         knowledge = self._catalog.tiers[self._cold.name]
 
         def is_abandoned(checkpoint: CheckpointId) -> bool:
@@ -320,7 +321,7 @@ class Replicator:
             log.info("removed %d unfinished uploads from %s", removed, self._cold.name)
 
     def _is_sweep_due(self) -> bool:
-        return self._context.monotonic_s() - self._swept_at_s >= self._config.limits.cold_list_interval_s
+        return self._context.monotonic_s() - self._swept_at_s >= self._context.config.limits.cold_list_interval_s
 
     async def _clear(self, checkpoint: CheckpointId, *, written_before_s: float) -> None:
         """Over several nodes with a tombstone first, and the files a day after it: the last part may come just now, and

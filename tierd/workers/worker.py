@@ -33,21 +33,36 @@ class Worker(Protocol):
 class Wake(asyncio.Event):
     """Set when there may be work. Setting it several times before a pass causes one pass."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.retry = asyncio.Event()
+        """Set when a person wants the next pass now, also after an error."""
+
+    def set_retry(self) -> None:
+        self.set()
+        self.retry.set()
+
     async def take(self, timeout_s: float) -> None:
         """Wait until it is set, at most `timeout_s`, and clear it."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self.wait()
+        await _wait(self, timeout_s)
         self.clear()
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 async def run_forever(
     worker: Worker, wake: Wake, limits: LimitsConfig, on_error: Callable[[str, Exception], None]
 ) -> None:
-    """Run passes until cancelled. Backoff protects the server, so only an urgent worker may be woken during it."""
+    """Run passes until cancelled. Backoff protects the server, so only an urgent worker may be woken during it, or any
+    one by a person. The backoff then begins anew."""
     failures = 0
     while True:
         is_well = False
+        wake.retry.clear()
         try:
             is_well = await worker.run_once()
         except asyncio.CancelledError:
@@ -63,7 +78,9 @@ async def run_forever(
             continue
         pause_s = backoff_s(failures, min_s=limits.retry_min_s, max_s=limits.retry_max_s)
         if worker.is_urgent:
-            await asyncio.sleep(limits.retry_min_s)
+            await _wait(wake.retry, limits.retry_min_s)
             await wake.take(pause_s)
         else:
-            await asyncio.sleep(pause_s)
+            await _wait(wake.retry, pause_s)
+        if wake.retry.is_set():
+            failures = 0

@@ -161,8 +161,8 @@ def _check_scratch(session: DaemonSession, rank: int, *, force: bool) -> None:
     elif unlisted:
         raise TierUnreachable(
             f"start {run} from scratch: these could not be listed, and may have checkpoints: {'; '.join(unlisted)}",
-            hint="make the tier reachable, remove it from the config, use force=True, or set TIERD_RESUME=scratch in "
-            "the environment",
+            hint="if it is a new run, set TIERD_RESUME=scratch in the environment, this once, or use force=True; if it "
+            "may have checkpoints there, bring the tier back first; docs/RUNBOOK.md#new-run-refused",
         )
 
 

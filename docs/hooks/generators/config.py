@@ -28,7 +28,8 @@ which lists every key at its default.
 - An unknown key is an error. A relative path is relative to the config file.
 - The environment sets any key with a single value and wins over the file: `hot.path` is `TIERD_HOT_PATH`, and
   `lifecycle.cold.keep_last` is `TIERD_LIFECYCLE_COLD_KEEP_LAST`. Keys of `[[cold]]` have no variable, because there may
-  be several cold tiers.
+  be several cold tiers. `tierd serve` refuses to start with a variable that begins with `TIERD_` and that nothing
+  reads; other commands name it on stderr. What Kubernetes sets for a Service called `tierd` or `tierd-…` is ignored.
 - Credentials are never in the config. boto3 takes them from the environment, from `~/.aws`, or from the role of the
   machine.
 """
