@@ -323,8 +323,7 @@ class Catalog:
         return max(parts, key=lambda part: part.id.recency) if parts else None
 
     def absent(self, tier: str, committed: Collection[CheckpointId], *, since: int) -> list[CheckpointId]:
-        """Replicas that a listing lacks which was begun when `changes` was `since` and shows those in `committed`.
-        Newest first; not those that have changed meanwhile."""
+        """The replicas, newest first, that are not in `committed` and have not changed since `changes` was `since`."""
         changed = self._changed.get(tier, {})
         absent = [e.id for e in self._entries.values() if tier in e.tiers and e.id not in committed]
         unchanged = (checkpoint for checkpoint in absent if changed.get(checkpoint, 0) <= since)
@@ -385,8 +384,7 @@ class Catalog:
         return self.claims.doubts(self._is_in_hot())
 
     def shared_generations(self) -> dict[tuple[str, CheckpointId], str]:
-        """Why another daemon may hold the generation that was claimed here, by (tier, checkpoint) that is not of this
-        node."""
+        """Why another daemon may hold the generation that was claimed here, by (tier, checkpoint of another node)."""
         shared = self.claims.shared_generations(self._is_in_hot())
         return {(tier, c): why for c, why in shared.items() if c in self._entries for tier in self._entries[c].tiers}
 
