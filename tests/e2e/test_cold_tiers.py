@@ -25,7 +25,7 @@ STEPS = [1, 2, 3, 4, 5]
 ABSENT = "nobody listens"
 DEAD = [
     pytest.param(ABSENT),
-    pytest.param("silence"),
+    pytest.param("silence", marks=pytest.mark.long),
     pytest.param("ServiceUnavailable", marks=pytest.mark.long),
     pytest.param("reset", marks=pytest.mark.long),
 ]

@@ -55,6 +55,7 @@ def test_a_node_after_its_node_file(tmp_path: Path) -> None:
         wait_until((cold_folder(tmp_path, 1) / "manifest.json").exists, "the commit by the first node")
 
 
+@pytest.mark.long
 def test_all_disks_and_fewer_nodes_come_back(tmp_path: Path) -> None:
     """Two ranks on one node go on from what four on two nodes have saved."""
     with nodes(tmp_path) as (a, b):

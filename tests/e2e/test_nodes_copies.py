@@ -126,6 +126,7 @@ def test_a_node_persisted_and_not_copied(tmp_path: Path) -> None:
         assert_restored([first, spare], digests)
 
 
+@pytest.mark.long
 def test_both_of_a_pair(tmp_path: Path) -> None:
     """The newest in cold is restored."""
     names = ["a", "b", "c", "d", "e", "f"]
@@ -196,6 +197,7 @@ def test_daemons_that_restart_after_the_last_snapshot_hold_up_no_wait_everywhere
         assert copies(daemons[0])[-1:] == [2]
 
 
+@pytest.mark.long
 def test_daemon_without_peers_says_that_copies_are_left(tmp_path: Path) -> None:
     with peers(tmp_path) as daemons:
         with joined(tmp_path, 4) as trainers:
