@@ -23,8 +23,6 @@ from tierd.errors import TierUnreachable
 from tierd.format import wire
 from tierd.key_file import make_key_file
 
-pytestmark = pytest.mark.usefixtures("checkpoints_examined")
-
 PATIENCE_S = 15.0
 NESTED = b'{"x":' + b"[" * 30_000 + b"]" * 30_000 + b"}\n"  # less than the 64 KiB of a marker
 
@@ -75,6 +73,7 @@ def test_a_claim_that_cannot_be_read_stops_no_copies(tmp_path: Path, *, has_key:
 
 
 @pytest.mark.parametrize("milestone", [None, "best"])
+@pytest.mark.usefixtures("checkpoints_examined")
 def test_a_forged_marker_in_cold_stops_the_copies_of_no_run(tmp_path: Path, milestone: str | None) -> None:
     make_key_file(tmp_path / "key")
     with Daemon(tmp_path, more='[security]\nkey_file = "key"') as daemon, Trainer() as victim, Trainer() as other:
