@@ -105,7 +105,7 @@ CHOSEN = {
     ("ddp", 2): [("fsdp", 3, "memory")],
     ("hsdp", 4): [("ddp", 3, "hot")],
     ("tp", 2): [("plain", 1, "cold")],
-    ("fsdp+tp", 4): [("tp", 2, "memory"), ("fsdp", 3, "hot")],
+    ("fsdp+tp", 4): [("tp", 2, "memory")],
     ("plain", 1): [("fsdp+tp", 4, "hot"), ("hsdp", 4, "memory")],
 }
 ALL = [("plain", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 2), ("fsdp+tp", 4)]

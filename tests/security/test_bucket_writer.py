@@ -192,7 +192,7 @@ def test_writer_to_an_s3_bucket_changes_nothing_that_is_restored(tmp_path: Path)
                 assert found.step == 1, "the newest one that is whole"
 
 
-@pytest.mark.parametrize("read", ["the claims in cold", "the marker of dr"])
+@pytest.mark.parametrize("read", ["the claims in cold", pytest.param("the marker of dr", marks=pytest.mark.long)])
 def test_a_tier_that_is_named_as_another_one_keeps_no_daemon_from_starting(daemon: Daemon, read: str) -> None:
     """By the identity that marks the other tier. That of hot is in no object of a bucket."""
     train(daemon, 1)
