@@ -32,9 +32,9 @@ demo-nodes: $(STAMP) ## train over three nodes, lose one with its disk, then all
 docs: $(STAMP) ## build the documentation site into site/, strictly
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
-# The tests of a file stay on one worker, for they share its fixtures. One worker more than cores, because many tests
+# The tests of a file stay on one worker, for they share its fixtures. Two workers more than cores, because many tests
 # wait for a deadline or for a daemon.
-WORKERS = $$($(VENV)/bin/python -c 'import os; print(min(len(os.sched_getaffinity(0)) + 1, 8))')
+WORKERS = $$($(VENV)/bin/python -c 'import os; print(min(len(os.sched_getaffinity(0)) + 2, 8))')
 # pyright uses one core for half a minute, so it runs beside the tests; it speaks last.
 test: $(STAMP) style prometheus ## all checks and all tests but the long ones
 	mkdir -p build; $(VENV)/bin/pyright >build/types.txt 2>&1 & types=$$!; \

@@ -342,7 +342,7 @@ def with_one_byte_changed(message: bytes) -> st.SearchStrategy[bytes]:
 
 
 def test_random_messages_do_not_harm_the_daemon(daemon: Daemon) -> None:
-    @settings(max_examples=1000, deadline=None, database=None)
+    @settings(max_examples=300, deadline=None, database=None)
     @given(
         greets=st.booleans(),
         raw=st.binary(max_size=300) | st.sampled_from(MESSAGES).flatmap(with_one_byte_changed),

@@ -14,6 +14,7 @@ from tierd.cli import demo
 from tierd.cli.app import make_app
 
 
+@pytest.mark.long  # five starts of torch; tests/test_train_gpt.py and tests/e2e kill the same training
 @pytest.mark.timeout(300)
 def test_demo_recovers_three_times_whatever_the_directory_and_the_settings(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise RuntimeError('a file of the current directory was imported')")

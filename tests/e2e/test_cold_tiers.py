@@ -19,13 +19,11 @@ from tests.support.waiting import wait_until
 from tierd.format import layout
 from tierd.format.ids import Generation, Run
 
-pytestmark = pytest.mark.usefixtures("checkpoints_examined")
-
 STEPS = [1, 2, 3, 4, 5]
 ABSENT = "nobody listens"
 DEAD = [
     pytest.param(ABSENT),
-    pytest.param("silence"),
+    pytest.param("silence", marks=pytest.mark.long),
     pytest.param("ServiceUnavailable", marks=pytest.mark.long),
     pytest.param("reset", marks=pytest.mark.long),
 ]
@@ -93,6 +91,7 @@ def objects(served: Bucket, prefix: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("how", DEAD)
+@pytest.mark.usefixtures("checkpoints_examined")
 def test_dead_cold_tier_does_not_delay_the_other_and_catches_up_by_itself(
     tmp_path: Path, trainer: Trainer, how: str
 ) -> None:

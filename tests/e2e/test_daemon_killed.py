@@ -17,8 +17,6 @@ from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("checkpoints_examined")
-
 LARGE = 400_000  # width: 150 MB of state, which takes long enough to write
 
 
@@ -97,6 +95,7 @@ def test_new_trainer_restores_from_hot_after_the_daemon_was_killed(daemon: Daemo
         assert second.digest() == digest
 
 
+@pytest.mark.usefixtures("checkpoints_examined")
 def test_newest_committed_checkpoint_is_restored_after_trainer_and_daemon_were_killed(
     daemon: Daemon, trainer: Trainer
 ) -> None:

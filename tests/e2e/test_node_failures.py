@@ -12,10 +12,11 @@ import pytest
 from tierd_client import Full, Stale, TierdError
 
 from tests.e2e.test_nodes_restore import hold_cold
+from tests.support.bucket import bucket_server
 from tests.support.daemon import Daemon
 from tests.support.handmade_nodes import handmade_nodes
 from tests.support.nodes import connect_on, connected, nodes
-from tests.support.s3 import BUCKET, ENVIRONMENT, faulty_proxy, moto_server
+from tests.support.s3 import BUCKET, ENVIRONMENT, faulty_proxy
 from tests.support.small_disk import small_disk
 from tests.support.trainer import Trainer, Training, joined, refusals, together
 from tests.support.waiting import wait_until
@@ -55,6 +56,7 @@ def test_a_node_after_its_node_file(tmp_path: Path) -> None:
         wait_until((cold_folder(tmp_path, 1) / "manifest.json").exists, "the commit by the first node")
 
 
+@pytest.mark.long
 def test_all_disks_and_fewer_nodes_come_back(tmp_path: Path) -> None:
     """Two ranks on one node go on from what four on two nodes have saved."""
     with nodes(tmp_path) as (a, b):
@@ -164,7 +166,7 @@ def test_one_node_is_cut_off_from_the_bucket(tmp_path: Path) -> None:
     """Commits wait for it, and nothing is lost."""
     cut_off: set[str] = set()
     with ExitStack() as stack:
-        upstream = stack.enter_context(moto_server())
+        upstream = stack.enter_context(bucket_server()).url
         daemons: list[Daemon] = []
         for name in ("a", "b"):
             proxy = faulty_proxy(upstream, lambda _method, _path, name=name: "503" if name in cut_off else "")

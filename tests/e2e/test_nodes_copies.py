@@ -20,8 +20,6 @@ from tests.support.nodes import connect_on
 from tests.support.trainer import Trainer, joined, together
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("checkpoints_examined")  # a step is safe only when it was examined
-
 
 def lose(daemon: Daemon) -> None:
     """The node dies with its disk."""
@@ -57,6 +55,7 @@ def assert_restored(daemons: Sequence[Daemon], digests: list[str], *, tier: str 
         assert together(trainers, "digest") == digests
 
 
+@pytest.mark.usefixtures("checkpoints_examined")
 def test_a_node_persisted_and_copied_and_a_spare_comes(tmp_path: Path) -> None:
     with peers(tmp_path, "a", "b", "spare", tls=True) as (first, second, spare):
         with joined(tmp_path, 4) as trainers:
@@ -126,6 +125,7 @@ def test_a_node_persisted_and_not_copied(tmp_path: Path) -> None:
         assert_restored([first, spare], digests)
 
 
+@pytest.mark.long
 def test_both_of_a_pair(tmp_path: Path) -> None:
     """The newest in cold is restored."""
     names = ["a", "b", "c", "d", "e", "f"]
@@ -182,6 +182,7 @@ def test_copies_are_deleted_when_no_restart_needs_them(tmp_path: Path) -> None:
             wait_until(lambda daemon=daemon: copies(daemon) and min(copies(daemon)) >= 5, "old copies are deleted")
 
 
+@pytest.mark.usefixtures("checkpoints_examined")
 def test_daemons_that_restart_after_the_last_snapshot_hold_up_no_wait_everywhere(tmp_path: Path) -> None:
     with peers(tmp_path) as daemons, joined(tmp_path, 4) as trainers:
         connect_on(daemons, trainers)
@@ -196,6 +197,7 @@ def test_daemons_that_restart_after_the_last_snapshot_hold_up_no_wait_everywhere
         assert copies(daemons[0])[-1:] == [2]
 
 
+@pytest.mark.long
 def test_daemon_without_peers_says_that_copies_are_left(tmp_path: Path) -> None:
     with peers(tmp_path) as daemons:
         with joined(tmp_path, 4) as trainers:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tierd_client import TierUnreachable
 
 from tests.e2e.test_nodes_restore import hold_cold, restart, restored, save
@@ -55,6 +56,7 @@ def test_ranks_placed_elsewhere_read_from_the_nodes_where_they_were(tmp_path: Pa
         assert restored(daemons[::-1], 4) == ([(1, "hot")] * 4, digests)
 
 
+@pytest.mark.long
 def test_ranks_placed_elsewhere_read_from_memory(tmp_path: Path) -> None:
     with peers(tmp_path) as daemons:
         digests = saved(daemons, 4)

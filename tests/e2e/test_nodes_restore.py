@@ -101,6 +101,7 @@ def test_one_daemon_restarts(tmp_path: Path) -> None:
         assert restored(daemons, 4) == ([(1, "memory")] * 2 + [(1, "hot")] * 2, digests)
 
 
+@pytest.mark.long
 def test_ranks_placed_elsewhere_read_from_cold(tmp_path: Path) -> None:
     with nodes(tmp_path) as daemons:
         with connected(daemons, 4) as trainers:
@@ -241,6 +242,7 @@ def test_damaged_part_sends_all_ranks_to_the_next_source(tmp_path: Path) -> None
         assert restored(daemons, 4) == ([(1, "cold")] * 4, first)
 
 
+@pytest.mark.long
 def test_large_tensor_of_another_node_sends_all_ranks_to_cold(tmp_path: Path) -> None:
     """Replicated parameters are written once over all nodes; only small ones on each."""
     with nodes(tmp_path) as daemons:
@@ -258,6 +260,7 @@ def test_large_tensor_of_another_node_sends_all_ranks_to_cold(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("checkpoints_examined")
+@pytest.mark.long
 def test_named_step_is_restored_from_the_nodes(tmp_path: Path) -> None:
     with nodes(tmp_path) as daemons:
         hold_cold(daemons[1])

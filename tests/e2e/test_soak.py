@@ -33,7 +33,8 @@ def test_footprint_of_the_daemon_is_flat_over_many_snapshots(tmp_path: Path, sna
         assert first.tasks > 5
 
 
-@pytest.mark.parametrize("leak", ["descriptors", pytest.param("tasks", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("leak", ["descriptors", "tasks"])
 def test_a_leak_is_reported(tmp_path: Path, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two descriptors, or two tasks, that are left behind by each restore."""
     monkeypatch.setattr("tests.support.soak.SETTLE_S", 1.0)

@@ -24,7 +24,7 @@ from tierd.transitions import next_state
 
 
 @pytest.fixture(autouse=True)
-def _no_descriptor_leaks() -> Iterator[None]:
+def _no_descriptor_leaks(frozen_heap: None) -> Iterator[None]:
     with no_descriptor_leaks():
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -318,8 +319,17 @@ OPERATIONS = [
 ]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("fault", ["lose", "reset", "InternalError", "SlowDown", "TooManyRequests", "RequestTimeout"])
+FAULTS = ["lose", "InternalError", "reset", "SlowDown", "TooManyRequests", "RequestTimeout"]
+SHORT = {*itertools.product(OPERATIONS, FAULTS[:2]), *itertools.product(["upload_part"], FAULTS)}
+
+
+@pytest.mark.parametrize(
+    ("operation", "fault"),
+    [
+        pytest.param(*each, marks=() if each in SHORT else pytest.mark.long)
+        for each in itertools.product(OPERATIONS, FAULTS)
+    ],
+)
 async def test_each_operation_survives_one_failure_of_each_of_its_requests(
     served: Bucket, operation: str, fault: str
 ) -> None:

@@ -23,8 +23,6 @@ from tierd.format import checksum
 from tierd.format.layout import TIER_MARKERS, parse_tier_marker, tier_marker_key
 from tierd.key_file import make_key_file
 
-pytestmark = pytest.mark.usefixtures("checkpoints_examined")
-
 DR = '[[cold]]\nname = "dr"\nurl = "file://dr"\n[security]\nkey_file = "key"'
 
 
@@ -55,6 +53,7 @@ def forge(daemon: Daemon, *, step: int, generation: int = 1, tier: str = "cold")
     return folder
 
 
+@pytest.mark.usefixtures("checkpoints_examined")
 def test_forged_newest_checkpoint_is_neither_restored_nor_counted(daemon: Daemon) -> None:
     train(daemon, 2)
     forged = forge(daemon, step=999_999)
@@ -151,6 +150,7 @@ def put(served: Bucket, key: str, content: bytes) -> None:
     served.objects[key] = Stored(content, f'"{hashlib.md5(content).hexdigest()}"', checksum.crc64nvme(content))
 
 
+@pytest.mark.usefixtures("checkpoints_examined")
 def test_writer_to_an_s3_bucket_changes_nothing_that_is_restored(tmp_path: Path) -> None:
     """The hot disk is lost too: what a restore gets can only come from the bucket."""
     key = tmp_path / "key"
@@ -192,7 +192,7 @@ def test_writer_to_an_s3_bucket_changes_nothing_that_is_restored(tmp_path: Path)
                 assert found.step == 1, "the newest one that is whole"
 
 
-@pytest.mark.parametrize("read", ["the claims in cold", "the marker of dr"])
+@pytest.mark.parametrize("read", ["the claims in cold", pytest.param("the marker of dr", marks=pytest.mark.long)])
 def test_a_tier_that_is_named_as_another_one_keeps_no_daemon_from_starting(daemon: Daemon, read: str) -> None:
     """By the identity that marks the other tier. That of hot is in no object of a bucket."""
     train(daemon, 1)

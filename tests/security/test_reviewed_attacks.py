@@ -23,8 +23,6 @@ from tierd.errors import TierUnreachable
 from tierd.format import wire
 from tierd.key_file import make_key_file
 
-pytestmark = pytest.mark.usefixtures("checkpoints_examined")
-
 PATIENCE_S = 15.0
 NESTED = b'{"x":' + b"[" * 30_000 + b"]" * 30_000 + b"}\n"  # less than the 64 KiB of a marker
 
@@ -52,7 +50,7 @@ def test_a_nested_claim_in_cold_stops_no_copies(tmp_path: Path) -> None:
         assert "RecursionError" not in daemon.log
 
 
-@pytest.mark.parametrize("has_key", [True, False])
+@pytest.mark.parametrize("has_key", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_claim_that_cannot_be_read_stops_no_copies(tmp_path: Path, *, has_key: bool) -> None:
     """An archived object: a writer can PUT one, and a lifecycle rule of the bucket makes one of any old claim."""
     make_key_file(tmp_path / "key")
@@ -74,7 +72,8 @@ def test_a_claim_that_cannot_be_read_stops_no_copies(tmp_path: Path, *, has_key:
 # ── a marker that a bucket writer has replaced, with a key ──
 
 
-@pytest.mark.parametrize("milestone", [None, "best"])
+@pytest.mark.parametrize("milestone", [None, pytest.param("best", marks=pytest.mark.long)])
+@pytest.mark.usefixtures("checkpoints_examined")
 def test_a_forged_marker_in_cold_stops_the_copies_of_no_run(tmp_path: Path, milestone: str | None) -> None:
     make_key_file(tmp_path / "key")
     with Daemon(tmp_path, more='[security]\nkey_file = "key"') as daemon, Trainer() as victim, Trainer() as other:
@@ -181,7 +180,13 @@ def test_half_open_tls_connections_leave_the_descriptors_to_the_trainers(tmp_pat
 # ── the audit trail ──
 
 
-@pytest.mark.parametrize("line", [b'{"at":"\xff"}\n', NESTED[:8_000] + b"\n"], ids=["not UTF-8", "nested"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(b'{"at":"\xff"}\n', id="not UTF-8"),
+        pytest.param(NESTED[:8_000] + b"\n", id="nested", marks=pytest.mark.long),
+    ],
+)
 def test_a_line_of_the_trail_that_is_no_text_is_reported_and_the_trail_goes_on(tmp_path: Path, line: bytes) -> None:
     """A bad sector, or an attacker on the disk."""
     with serving(tmp_path) as daemon:

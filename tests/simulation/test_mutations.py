@@ -132,7 +132,9 @@ def kinds(scenario: str = "one node") -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", MUTATIONS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=pytest.mark.long if "twice" in each else ()) for each in MUTATIONS]
+)
 def test_a_daemon_is_caught_that_breaks_the_promise(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replace(monkeypatch, *MUTATIONS[kind])
     assert kinds() == {kind}

@@ -24,7 +24,7 @@ from tierd.workers.committer import Committer
 from tierd.workers.reaper import Reaper
 from tierd.workers.replicator import Replicator
 
-SEEDS = 5  # each takes one or two seconds
+SEEDS = 3  # each takes one or two seconds
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000")) // 20
 SEEDS_OF_SIXTEEN = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000")) // 4
 MUTATED_SEEDS = range(12)
@@ -65,6 +65,7 @@ def test_sixteen_nodes_commit() -> None:
     assert any("put" in line and line.endswith("manifest.json") for line in outcome.trace)
 
 
+@pytest.mark.long
 def test_a_seed_over_several_nodes_replays_exactly() -> None:
     traces = [run_program("3", "--scenario", SEVERAL_NODES) for _ in range(2)]
     first, second = ([line for line in trace.splitlines() if ".tierd-tier-" not in line] for trace in traces)

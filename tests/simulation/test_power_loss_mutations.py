@@ -217,7 +217,12 @@ MUTATIONS: dict[str, tuple[Callable[[Patch], None], Scenario, str]] = {
 }
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+WIDER = "no folder is synced"  # what three others break one by one
+
+
+@pytest.mark.parametrize(
+    "mutation", [pytest.param(name, marks=pytest.mark.long) if name == WIDER else name for name in MUTATIONS]
+)
 def test_a_wrong_order_is_caught(mutation: str, memory: Path, monkeypatch: Patch) -> None:
     apply, scenario, promise = MUTATIONS[mutation]
     apply(monkeypatch)
@@ -226,7 +231,7 @@ def test_a_wrong_order_is_caught(mutation: str, memory: Path, monkeypatch: Patch
     assert promise in found[0]
 
 
-@pytest.mark.parametrize("tier", ["hot", "cold"])
+@pytest.mark.parametrize("tier", ["hot", pytest.param("cold", marks=pytest.mark.long)])
 def test_relying_on_what_a_killed_daemon_did_not_sync_is_caught(tier: str, memory: Path, monkeypatch: Patch) -> None:
     """The daemon is killed between the link of a manifest and the fsync of its folder. The next one lists the
     checkpoint and deletes an older replica."""

@@ -343,7 +343,7 @@ def run(examples: int, **options: Any) -> None:
 
 
 def test_no_order_of_events_breaks_a_promise_of_retention() -> None:
-    run(75, derandomize=True)  # 8 s of one processor; the long battery takes other examples each time
+    run(45, derandomize=True)  # 5 s of one processor; the long battery takes other examples each time
 
 
 policy_keeps_in, policy_kept = policy._RunPolicy._keeps_in, policy.kept
@@ -378,9 +378,9 @@ def forget_every_third(views: Iterable[CheckpointView], rules: TierPolicy) -> di
     ("target", "name", "broken"),
     [
         (policy._RunPolicy, "_keeps_in", evict_before_the_copy),
-        (Reaper, "_is_elsewhere", trust_the_last_listing),
+        pytest.param(Reaper, "_is_elsewhere", trust_the_last_listing, marks=pytest.mark.long),
         (Reaper, "_has_only_verdict", forget_verdicts),
-        (Replicator, "_mark", copy_no_markers),
+        pytest.param(Replicator, "_mark", copy_no_markers, marks=pytest.mark.long),
         (policy, "kept", forget_milestones),
         (policy, "kept", forget_every_third),
         pytest.param(policy, "_left_behind", lambda *_: {}, id="forget_former_generations", marks=pytest.mark.long),

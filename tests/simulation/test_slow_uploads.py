@@ -9,11 +9,13 @@ from tierd.catalog import Catalog
 from tierd.decisions import waiting
 from tierd.workers.persister import Persister
 
-RATIOS = (0.5, 3.7, 6.0, 10.0)
+SHORT = [(0.5, 0), (3.7, 10), (10.0, 10)]
+LONG = [(0.5, 10), (3.7, 0), (6.0, 0), (6.0, 10), (10.0, 0)]
 
 
-@pytest.mark.parametrize("keep_every", [0, 10])
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize(
+    ("ratio", "keep_every"), [*SHORT, *(pytest.param(*each, marks=pytest.mark.long) for each in LONG)]
+)
 def test_cold_commits_one_checkpoint_in_the_longer_of_upload_time_and_interval(ratio: float, keep_every: int) -> None:
     uploads = simulate_uploads(ratio, keep_every)
     least = int((CHECKPOINTS - 1) / max(1.0, ratio)) - 1

@@ -7,7 +7,10 @@ import gc
 import boto3.crt
 import boto3.session
 import botocore.httpsession
-import torch._dynamo  # the first optimizer imports it
+import pytest  # by the modules of tests, whose functions trainers run
+import safetensors.torch
+import torch._dynamo  # by the first optimizer
+import torch.distributed.checkpoint
 from typer.testing import CliRunner
 
 import tierd.cli.app
@@ -16,7 +19,7 @@ import tierd.s3.store
 import tierd.tiers.directory
 from tests.support import trainer
 
-__all__ = ["boto3", "botocore", "tierd", "torch", "trainer"]
+__all__ = ["boto3", "botocore", "pytest", "safetensors", "tierd", "torch", "trainer"]
 
 # Some modules are imported by the first command only.
 assert CliRunner().invoke(tierd.cli.app.make_app(), ["version"]).exit_code == 0

@@ -35,7 +35,7 @@ class ForkedProcess:
     """
 
     def __init__(self, main: Callable[..., object], *arguments: Any) -> None:
-        self._process = context.Process(target=main, args=arguments)
+        self._process = context.Process(target=_begin, args=(main, *arguments))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -62,6 +62,15 @@ class ForkedProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def _begin(main: Callable[..., object], *arguments: Any) -> None:
+    """Calls `main` in a process that starts its own processes as a script does.
+
+    A fork server makes itself the default there: a DataLoader would start one of its own, and each worker import torch.
+    """
+    multiprocessing.set_start_method(None, force=True)
+    main(*arguments)
 
 
 def run_tierd(arguments: list[str], environ: Mapping[str, str], log: str) -> None:

@@ -412,7 +412,10 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["once", "and again at its second shard"])
+@pytest.mark.parametrize(
+    "again",
+    [pytest.param(False, id="at the first"), pytest.param(True, id="at the second", marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("instant", KILLS)
 async def test_daemon_that_dies_between_two_steps_of_a_copy_keeps_it_whole_or_not_at_all(
     two: TwoNodes, monkeypatch: pytest.MonkeyPatch, instant: str, again: bool

@@ -51,11 +51,12 @@ def test_hugging_face_training_killed_and_stopped_in_epochs_resumes_identically(
     "settings",
     [
         pytest.param({"args": {"max_steps": 24}}, id="max_steps"),
-        pytest.param({"args": {"learning_rate": 0.0}, "patience": 3}, id="early stopping"),
+        pytest.param({"args": {"learning_rate": 0.0}, "patience": 3}, id="early stopping", marks=pytest.mark.long),
         pytest.param(
             {"args": {"num_train_epochs": 2, "load_best_model_at_end": True, **dict.fromkeys(
                 ("eval_strategy", "save_strategy", "logging_strategy"), "epoch")}},
             id="best model after the last epoch",
+            marks=pytest.mark.long,
         ),
     ],
 )  # fmt: skip

@@ -291,8 +291,10 @@ def _fresh(loader: str, workers: int, folder: Path) -> Training:
     return Training(loader, workers, seed=2, paths=_paths(folder))
 
 
-@pytest.mark.parametrize("interrupted", [INTERRUPTED, AT_AN_END])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("workers", "interrupted"),
+    [(0, INTERRUPTED), (0, AT_AN_END), (2, INTERRUPTED), pytest.param(2, AT_AN_END, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("loader", LOADERS)
 def test_run_resumed_with_its_whole_state_does_not_differ(
     files: Files, folder: Path, loader: str, workers: int, interrupted: int

@@ -172,7 +172,7 @@ def stopped(trainers: list[Trainer]) -> int:
     return steps.pop()
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_signal_on_any_node_stops_all_ranks_at_one_step(tmp_path: Path, rank: int) -> None:
     with nodes(tmp_path) as daemons, connected(daemons, 4) as trainers:
         together(trainers, "enter")
@@ -203,7 +203,7 @@ def test_stop_waits_for_the_daemon_of_another_node_that_is_dead_and_training_goe
         assert stopped(trainers) > 1
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_operator_on_any_node_gets_snapshots_and_stops_all_nodes(tmp_path: Path, node: int) -> None:
     with nodes(tmp_path) as daemons, connected(daemons, 4) as trainers:
         together(trainers, "enter")
@@ -219,7 +219,7 @@ def test_operator_on_any_node_gets_snapshots_and_stops_all_nodes(tmp_path: Path,
         assert stopped(trainers) >= 1
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_force_interrupts_the_ranks_of_all_nodes(tmp_path: Path, node: int) -> None:
     """Also those that hear of it only when rank 0 has gone, whose process serves the store."""
     with nodes(tmp_path) as daemons, ExitStack() as stack:
