@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.errors import TierdError, TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.claim import Claim
 from tierd.format.ids import Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import encode_marker
 from tierd.tiers.tier import Tier
+from tierd.workers.deferred_claim import confirm_claim
 
 FIRST = Generation(1)
 HERE, ELSEWHERE = Claim.new("here"), Claim.new("elsewhere")
@@ -61,6 +63,30 @@ async def test_a_start_of_this_hot_tier_that_was_killed_while_it_claimed_fences_
     await rooms.commit("hot", step=300, generation=2)
     await rooms.look()
     rooms.memory.enter(Run(RUN), Generation(2), Rank(0), 1)
+    assert await rooms.replicator().run_once()
+    assert rooms.steps("cold") == [300, 200, 100]
+    assert not any(isinstance(message, wire.Fenced) for message in rooms.sent)
+
+
+async def test_a_claim_in_hot_that_could_not_be_read_for_a_moment_fences_nobody(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot went from memory to cold while the hot disk had errors, and the claim in cold was another one: what
+    was in hot never reached cold."""
+    context, cold, second = rooms.context, rooms.cold["cold"], Generation(2)
+    await context.identities.begin(context.tiers)
+    assert await context.claim(rooms.hot, Run(RUN), second, context.new_claim())
+    rooms.memory.enter(Run(RUN), second, Rank(0), 1)
+    await rooms.commit("hot", step=300, generation=2)
+    await rooms.look()
+
+    async def fail(keys: Sequence[str], *, size_max: int) -> list[bytes | TierdError]:
+        return [TierUnreachable("read: Input/output error") for _ in keys]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(rooms.hot.store, "get_many", fail)
+        await confirm_claim(context, cold, checkpoint_id(RUN, 300, 2))
+    cold.claimed.clear()  # as after a restart
     assert await rooms.replicator().run_once()
     assert rooms.steps("cold") == [300, 200, 100]
     assert not any(isinstance(message, wire.Fenced) for message in rooms.sent)

@@ -56,7 +56,10 @@ async def _claim_elsewhere(context: DaemonContext, run: Run, generation: Generat
         with suppress(TierdError):
             if (claim := await tier.claim(run, generation)) is not None:
                 return claim
-    return msgspec.structs.replace(context.new_claim(), hot="")
+    claim = context.new_claim()
+    if context.catalog.claims.was_claimed_here(run, generation):
+        return claim  # hot's cannot be read at the moment; when it can, this one is known as one of this hot tier
+    return msgspec.structs.replace(claim, hot="")
 
 
 def _fence(context: DaemonContext, cold: Tier, checkpoint: CheckpointId) -> NoReturn:
