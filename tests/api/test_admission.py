@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.rooms import rooms_at
 from tests.support.wire_peer import HELLO
 from tierd.api.admission import Admission
+from tierd.api.packets import PacketConnection
 from tierd.api.quotas import Quotas
 from tierd.errors import Full
 from tierd.format.claim import Claim
@@ -20,7 +25,20 @@ async def judge_nothing(checkpoint: object) -> bool | None:
     return None
 
 
-async def test_slow_claim_of_a_run_does_not_delay_another_run(tmp_path: Path) -> None:
+Connected = tuple[PacketConnection, socket.socket]
+
+
+@pytest.fixture
+def connected() -> Iterator[Connected]:
+    """The daemon's end of a connection, and the trainer's."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = PacketConnection(ours)
+    yield connection, theirs
+    connection.close()
+    theirs.close()
+
+
+async def test_slow_claim_of_a_run_does_not_delay_another_run(tmp_path: Path, connected: Connected) -> None:
     async with rooms_at(tmp_path) as rooms:
         await rooms.look()
         store = rooms.cold["cold"].store
@@ -37,10 +55,10 @@ async def test_slow_claim_of_a_run_does_not_delay_another_run(tmp_path: Path) ->
         quotas = Quotas(rooms.context.config.limits, rooms.memory, has_checkpoint=lambda run: False, now_s=clock)
         admission = Admission(rooms.context, Restorer(rooms.context, judge_nothing), {}, quotas)
         async with asyncio.TaskGroup() as group:
-            slow = group.create_task(admission._claim(0, Run("slow"), Rank(0), HELLO))  # pyright: ignore[reportPrivateUsage]
+            slow = group.create_task(admission._claim(connected[0], Run("slow"), Rank(0), HELLO))  # pyright: ignore[reportPrivateUsage]
             await is_begun.wait()
             async with asyncio.timeout(10):
-                assert (await admission._claim(0, Run("other"), Rank(0), HELLO))[0] == 1  # pyright: ignore[reportPrivateUsage]
+                assert (await admission._claim(connected[0], Run("other"), Rank(0), HELLO))[0] == 1  # pyright: ignore[reportPrivateUsage]
             assert not slow.done()
             is_answering.set()
         assert slow.result()[0] == 1
@@ -61,7 +79,9 @@ async def test_a_generation_that_cold_refused_is_not_claimed_in_hot(tmp_path: Pa
         assert await rooms.hot.claim(run, taken) is None
 
 
-async def test_a_generation_that_a_failed_attempt_left_in_hot_is_not_claimed_in_cold_alone(tmp_path: Path) -> None:
+async def test_a_generation_that_a_failed_attempt_left_in_hot_is_not_claimed_in_cold_alone(
+    tmp_path: Path, connected: Connected
+) -> None:
     """The disk reported an error after it had written the claim. Then hot was full. Two claims of one generation would
     keep the checkpoints of the start out of cold, and fence its trainers."""
     async with rooms_at(tmp_path) as rooms:
@@ -76,4 +96,21 @@ async def test_a_generation_that_a_failed_attempt_left_in_hot_is_not_claimed_in_
         clock = rooms.context.monotonic_s
         quotas = Quotas(rooms.context.config.limits, rooms.memory, has_checkpoint=lambda run: False, now_s=clock)
         admission = Admission(rooms.context, Restorer(rooms.context, judge_nothing), {}, quotas)
-        assert (await admission._claim(0, run, Rank(0), HELLO))[0] == 2  # pyright: ignore[reportPrivateUsage]
+        assert (await admission._claim(connected[0], run, Rank(0), HELLO))[0] == 2  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_a_trainer_that_has_died_before_its_claim_does_not_fence_the_next_start(
+    tmp_path: Path, connected: Connected
+) -> None:
+    """Its Hello waited for a listing, longer than that of the start after it."""
+    async with rooms_at(tmp_path) as rooms:
+        await rooms.look()
+        run, (connection, trainer) = Run("run42"), connected
+        clock = rooms.context.monotonic_s
+        quotas = Quotas(rooms.context.config.limits, rooms.memory, has_checkpoint=lambda run: False, now_s=clock)
+        admission = Admission(rooms.context, Restorer(rooms.context, judge_nothing), {}, quotas)
+        trainer.close()
+        with pytest.raises(ConnectionResetError):
+            await admission._claim(connection, run, Rank(0), HELLO)  # pyright: ignore[reportPrivateUsage]
+        assert rooms.catalog.generation_max(run) == 0
+        assert await rooms.hot.claim(run, Generation(1)) is None

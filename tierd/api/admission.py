@@ -176,7 +176,7 @@ class Admission:
         if node is not None:
             check_node_ranks(node, rank, hello.world_size, f"join run {run}")
         if hello.generation is None:
-            generation, unlisted, claim = await self._claim(connection.peer_uid, run, rank, hello)
+            generation, unlisted, claim = await self._claim(connection, run, rank, hello)
             if node is not None:
                 node = msgspec.structs.replace(node, claim=claim.claim, base=await self._base(run))
             who = Who("trainer", connection.peer_uid, connection.peer_pid)
@@ -251,10 +251,11 @@ class Admission:
         )
 
     async def _claim(
-        self, uid: int, run: Run, rank: Rank, hello: wire.Hello
+        self, connection: PacketConnection, run: Run, rank: Rank, hello: wire.Hello
     ) -> tuple[Generation, dict[str, str], Claim]:
         """(a new generation, durably claimed: no daemon with this hot directory or these cold tiers issues it again;
-        why a tier could not be listed, by tier; the claim)."""
+        why a tier could not be listed, by tier; the claim). Raises ConnectionResetError when the trainer has gone: the
+        next start may have its generation already, and would be fenced by a dead one."""
         if rank != 0:
             raise BadRequest(
                 f"claim a generation of {run} as rank {rank}: only rank 0 does",
@@ -277,7 +278,9 @@ class Admission:
             least = max(least, int(self._context.now().timestamp() / 60))
         async with self._claiming.setdefault(run, asyncio.Lock()):
             self.secrets.check_proof(run, hello.proof)  # again: the start before this one may have bound one
-            self._quotas.check_claim(uid, run)
+            if connection.has_ended():
+                raise ConnectionResetError
+            self._quotas.check_claim(connection.peer_uid, run)
             least = max(least, self._seen(run) + 1)
             tiers = [tier for name, tier in self._context.cold.items() if name not in unlisted]
             claim = self._context.new_claim()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import socket
 import stat
 from collections.abc import Generator, Sequence
@@ -56,6 +57,12 @@ class PacketConnection:
                 close_all(descriptors)
                 return b"", []
             return raw, descriptors
+
+    def has_ended(self) -> bool:
+        """Whether the peer has closed its end, as at its death. Packets that it sent before can still be read."""
+        poll = select.poll()
+        poll.register(self._socket, 0)  # POLLHUP and POLLERR are always reported
+        return bool(poll.poll(0))
 
     async def send(self, raw: bytes, descriptors: Sequence[int] = ()) -> None:
         """Raises ConnectionError when the peer has disconnected. Does not close the descriptors."""
