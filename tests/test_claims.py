@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.wire_peer import HELLO
 from tierd.api.admission import CLAIM_ATTEMPTS_MAX, Admission
+from tierd.api.packets import PacketConnection
 from tierd.api.quotas import Quotas
 from tierd.claims import Claims
 from tierd.decisions import HaltReason, halted, pending, waiting
@@ -207,7 +209,7 @@ async def test_replica_that_every_policy_keeps_is_lost_and_copied_again(doubting
     """The newest of generation 1, which generation 2 has not passed, were it genuine."""
     rooms = doubting
     await persist(rooms, 20)
-    await rooms.cold["cold"].delete(checkpoint_id(RUN, 20, 1))
+    shutil.rmtree(rooms.folder("cold", checkpoint_id(RUN, 20, 1)))
     await rooms.list_tiers()
     assert kinds(rooms)[0] == "lost"
     await rooms.replicator().run_once()
@@ -216,7 +218,7 @@ async def test_replica_that_every_policy_keeps_is_lost_and_copied_again(doubting
 
 async def test_replica_is_lost_and_copied_again_when_the_doubtful_ones_are_gone(doubting: Rooms) -> None:
     rooms = doubting
-    await rooms.cold["cold"].delete(checkpoint_id(RUN, 2, 1))
+    shutil.rmtree(rooms.folder("cold", checkpoint_id(RUN, 2, 1)))
     await rooms.list_tiers()
     for step in (11, 12, 13, 14):
         await rooms.cold["cold"].delete(checkpoint_id(RUN, step, 2))
@@ -252,7 +254,10 @@ def admission(rooms: Rooms) -> Admission:
 
 
 async def claim(rooms: Rooms) -> int:
-    return (await admission(rooms)._claim(0, RUN, Rank(0), HELLO))[0]  # pyright: ignore[reportPrivateUsage]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        connection = PacketConnection(ours)
+        return (await admission(rooms)._claim(connection, RUN, Rank(0), HELLO))[0]  # pyright: ignore[reportPrivateUsage]
 
 
 def forge_claims(rooms: Rooms, *generations: int) -> None:

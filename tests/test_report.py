@@ -57,7 +57,7 @@ def test_rows_are_newest_first_within_a_run_and_list_the_nearest_tier_first(cata
 def test_used_bytes_are_those_of_committed_checkpoints_and_unknown_before_the_first_listing(catalog: Catalog) -> None:
     assert tier_report(catalog, "hot", "file:///hot", None).used_bytes is None
     committed: dict[CheckpointId, tuple[Manifest, frozenset[str]]] = {A.id: (A, NONE), B.id: (B, NONE)}
-    catalog.enter_listing("hot", committed, {}, since=catalog.changes, partial=[checkpoint_id("run42", 300, 1)])
+    catalog.enter_listing("hot", committed, {}, since=catalog.changes, partial={checkpoint_id("run42", 300, 1): 0.0})
     report = tier_report(catalog, "hot", "file:///hot", 7)
     assert (report.checkpoints, report.used_bytes, report.free_bytes, report.error) == (2, 20, 7, None)
     catalog.listing_failed("hot", "I/O error")

@@ -367,8 +367,8 @@ class Catalog:
         return [view_of(entry, doubts.get(entry.id, ""), self._gone(entry)) for entry in self._entries.values()]
 
     def _gone(self, entry: Entry) -> frozenset[str]:
-        """The tiers that will not get this node's part of it. A whole checkpoint may be needed there again."""
-        sent, tiers = self._sent_parts, self.tiers.items() if entry.part is not None else ()
+        """The tiers in which it was deleted, or that will not get this node's part of it."""
+        sent, tiers = self._sent_parts, self.tiers.items()
         return frozenset(t for t, known in tiers if sent.get((t, entry.id), ...) is None or entry.id in known.gone)
 
     def foreign(self) -> dict[tuple[str, str], str]:

@@ -120,6 +120,11 @@ def by_run(checkpoints: Iterable[CheckpointView]) -> list[tuple[Run, list[Checkp
     return sorted(runs.items())
 
 
+def _is_gone(view: CheckpointView, tier: str) -> bool:
+    """Whether the tier does not get it again. A milestone may have become one after its deletion there."""
+    return tier in view.gone and (view.is_part or not view.milestones)
+
+
 class _RunPolicy:
     """What each tier keeps of one run. Only confirmed replicas count: an unknown tier counts as empty.
 
@@ -143,7 +148,8 @@ class _RunPolicy:
         present = [view for view in views if view.tiers & self._known and not view.foreign]
         # What each tier should hold, of all checkpoints that exist.
         self._selects = {
-            tier: kept((view for view in present if tier not in view.gone), rules) for tier, rules in policies.items()
+            tier: kept((view for view in present if not _is_gone(view, tier)), rules)
+            for tier, rules in policies.items()
         }
         for tier in cold:
             for view in present:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tierd.errors import Foreign, NotFound, Retained, TierdError, TierUnreachable, Unsupported
+from tierd.errors import Foreign, NotFound, TierdError, TierUnreachable, Unsupported
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.claim import Claim, decode_claim
@@ -203,8 +203,9 @@ class Tier(ReadableTier):
     async def delete(
         self, checkpoint: CheckpointId, *, confirm: Callable[[Collection[str]], bool] = lambda names: True
     ) -> bool:
-        """The manifest first: killed at any instant, this leaves no checkpoint that lacks a file. In a cold tier a
-        tombstone before it, which stays: another daemon that has just found the files there may still write a manifest.
+        """The manifest first: killed at any instant, this leaves no checkpoint that lacks a file. In a cold tier
+        then a tombstone, which stays: another daemon that has just found the files there may still write a manifest.
+        Where there are node files, it comes before the manifest: as long as they are there, a daemon may commit again.
 
         `confirm`: called with the names of its files directly before the deletion, without markers that the keyring has
         not signed. If it returns False, nothing is deleted, and this returns False. It also returns False, and the
@@ -223,16 +224,14 @@ class Tier(ReadableTier):
         found = (await self.store.get_many([key], size_max=self.manifest_bytes_max))[0] if key in keys else None
         if isinstance(found, NotFound):
             raise found
-        if self.name != HOT:
+        if nodes and self.name != HOT:
             await self.bury(checkpoint)
         raw = found if isinstance(found, bytes) else None  # archived or damaged: it is deleted, but cannot be put back
         self.deleting.add(checkpoint)
         failpoint("tier.delete")
-        try:
-            await self.store.delete([key])
-        except Retained:
-            await self.store.delete([layout.file_key(checkpoint, layout.GONE)])  # it stays, and counts
-            raise
+        await self.store.delete([key])
+        if not nodes and self.name != HOT:
+            await self.bury(checkpoint)
         if raw is not None:
             # `tierd milestone` writes its marker and then looks for the manifest. This deletes the manifest and then
             # looks for markers. So at least one of the two sees the other.
