@@ -107,6 +107,9 @@ class Connection:
             raise BrokenPipeError
         self.peer._packets.put_nowait((raw, [os.dup(descriptor) for descriptor in descriptors]))
 
+    def has_ended(self) -> bool:
+        return self._is_ended
+
     def ended_by_death(self) -> AbstractContextManager[None]:
         return nullcontext()
 
