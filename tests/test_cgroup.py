@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.cgroup import UNLIMITED_V1, make_v1, make_v2
 from tests.support.waiting import wait_until
-from tierd.cgroup import memory_limit
+from tierd.cgroup import available_bytes, memory_limit
 
 Make = Callable[..., None]
 GB = 1_000_000_000
@@ -149,3 +149,12 @@ def test_first_snapshot_beyond_the_limit_of_a_real_cgroup_is_refused_and_not_kil
     finally:
         wait_until(lambda: not (folder / "cgroup.procs").read_text(), "the processes in the cgroup to end")
         folder.rmdir()
+
+
+def test_available_memory_is_what_the_kernel_says_within_the_limit_of_the_cgroup(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) == 0, "not known"
+    make_v2(tmp_path, {"/pod/trainer": (8 * GB, 3 * GB)})
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 64000000 kB\nMemAvailable: 2000000 kB\nSwapFree: 0 kB\n")
+    assert available_bytes(tmp_path) == 2_000_000 << 10
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 64000000 kB\nMemAvailable: 32000000 kB\nSwapFree: 0 kB\n")
+    assert available_bytes(tmp_path) == 5 * GB

@@ -66,6 +66,18 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     return min(limits, key=lambda limit: limit.free_bytes, default=None)
 
 
+def available_bytes(root: Path = Path("/")) -> int:
+    """The memory that may be allocated: what the kernel calls available, within the limit of the cgroup. 0 where the
+    kernel does not say."""
+    try:
+        meminfo = (root / "proc/meminfo").read_text()
+        available = int(meminfo.partition("MemAvailable:")[2].split()[0]) << 10
+    except (OSError, ValueError, IndexError):
+        return 0
+    limit = memory_limit(root)
+    return available if limit is None else min(available, limit.free_bytes)
+
+
 def _cgroups(root: Path) -> list[tuple[Path, _Version]]:
     """The directories that may have a limit, the own one first. In a container the path of the own cgroup may be that
     on the host, which is not mounted; then the mounted root is the container's own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 from collections.abc import AsyncIterator
@@ -13,11 +14,15 @@ import torch
 
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.state import commit, shard_of
+from tests.support.waiting import wait_until
 from tierd.catalog_entry import Entry
 from tierd.descriptors import close_all
-from tierd.errors import Corrupt, TierUnreachable
+from tierd.errors import Corrupt, Full, TierUnreachable
 from tierd.format import wire
 from tierd.format.bitmap import pack_indexes
+from tierd.tiers import direct_io
+from tierd.transfer.partial_file import PartialFile
+from tierd.workers import fetcher
 from tierd.workers.fetcher import Fetcher
 from tierd.workers.restorer import Restorer
 
@@ -87,6 +92,9 @@ async def asked(tmp_path: Path, frozen_heap: None) -> AsyncIterator[Asked]:
         found = Asked(rooms)
         await rooms.look()
         yield found
+        await found.fetcher.restored(RUN)
+        # A thread that has just read the memory may still refer to it.
+        await asyncio.to_thread(wait_until, lambda: in_memory() == 0)
     assert len(os.listdir("/proc/self/fd")) <= before, "descriptors leak"
 
 
@@ -235,3 +243,100 @@ async def test_trainer_that_is_refused_a_chunk_gets_the_rest_from_the_next_tier(
     assert asked.given_bytes("dr") == CHUNK_BYTES
     await worker.fetcher.restored(RUN)
     assert asked.arriving() == []
+
+
+# ── where hot does not take the files ──
+
+
+def in_memory() -> int:
+    """How many files this process has fetched into memory and still holds."""
+    return len([fd for fd in os.listdir("/proc/self/fd") if "memfd:tierd-fetch" in _link(fd)])
+
+
+def _link(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:  # the descriptor with which the folder was listed
+        return ""
+
+
+@pytest.fixture
+def full_hot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise Full("write in hot: no space left on device")
+
+    def reserve(fd: int, size_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PartialFile, "write", refuse)
+    monkeypatch.setattr(direct_io, "fallocate", reserve)
+
+
+@pytest.mark.usefixtures("full_hot")
+@pytest.mark.parametrize("is_asked_for_chunks", [False, True])
+async def test_checkpoint_is_fetched_into_memory_when_hot_is_full(asked: Asked, *, is_asked_for_chunks: bool) -> None:
+    chunks = [list(range(len(one.chunks))) for one in asked.entry.manifest.files] if is_asked_for_chunks else None
+    assert not await asked.bring(chunks)
+    assert asked.given_bytes() == asked.entry.manifest.size_bytes
+    assert asked.entry.tiers == {"cold", "dr"}, "what is in memory is no replica"
+    assert asked.arriving() == []
+    gc.disable()  # the memory is released at once, not when Python looks for cycles
+    try:
+        assert in_memory() == 2
+        await asked.fetcher.restored(RUN)
+        await asyncio.to_thread(wait_until, lambda: in_memory() == 0)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("full_hot")
+async def test_chunks_in_memory_are_fetched_once_too(asked: Asked) -> None:
+    for chunks in ([[20, 21], []], [[21, 22], [40]], [[22], [40]]):
+        assert await asked.bring(chunks)
+    assert asked.given_bytes() == asked.headers_bytes + 4 * CHUNK_BYTES
+    assert asked.arriving() == []
+
+
+async def test_what_hot_has_already_is_fetched_again_when_hot_becomes_full(
+    asked: Asked, request: pytest.FixtureRequest
+) -> None:
+    await asked.bring([[20], []])
+    request.getfixturevalue("full_hot")
+    assert await asked.bring([[20, 21], [30]])
+    assert asked.arriving() == []
+    assert await asked.bring([[21, 22], [30]])
+
+
+@pytest.mark.usefixtures("full_hot")
+async def test_rest_in_memory_comes_from_the_next_tier(asked: Asked) -> None:
+    asked.damage("cold", 30)
+    assert await asked.bring([[20], []])
+    with pytest.raises(Corrupt, match="in cold"):
+        await asked.bring([[30], []])
+    assert await asked.bring([[20, 30], []], "dr")
+
+
+@pytest.mark.usefixtures("full_hot")
+async def test_hot_is_full_and_memory_too(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher, "available_bytes", lambda: 2 * asked.entry.manifest.size_bytes - 1)
+    with pytest.raises(Full):
+        await asked.bring(None)
+    assert in_memory() == 0
+
+
+@pytest.mark.usefixtures("full_hot")
+async def test_memory_is_released_when_nobody_asks_again(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher, "IN_MEMORY_KEPT_S", 0.0)
+    assert await asked.bring([[20], []])
+    await asyncio.to_thread(wait_until, lambda: in_memory() == 0)
+    assert await asked.bring([[20], []])
+
+
+@pytest.mark.usefixtures("full_hot")
+async def test_reader_cannot_write_into_what_is_in_memory(asked: Asked) -> None:
+    descriptors, _ = await asked.fetcher.bring(
+        asked.entry, asked.rooms.cold["cold"], None, lambda done, total: None, is_hot_bad=False
+    )
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(descriptors[0], b"x", 0)
+    close_all(descriptors)

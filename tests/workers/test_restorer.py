@@ -42,6 +42,7 @@ from tierd.memory import tier as memory_module
 from tierd.memory.slot import SlotEvent
 from tierd.tiers import direct_io
 from tierd.tiers.store import StoredObject
+from tierd.workers import fetcher
 from tierd.workers import restorer as restorer_module
 from tierd.workers.reaper import Reaper
 from tierd.workers.restorer import Judge, OpenCheckpoint, Restorer
@@ -551,6 +552,7 @@ async def test_fetch_onto_a_full_disk_deletes_what_it_wrote(rooms: Rooms, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(direct_io, "fallocate", no_room)
+    monkeypatch.setattr(fetcher, "available_bytes", lambda: 0)  # so that there is no memory for it either
     with pytest.raises(Full):
         await ask(rooms)
     assert arriving(rooms) == []

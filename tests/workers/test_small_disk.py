@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cli import content
 from tests.support.ext4 import make_image, mounted, run
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.descriptors import close_all
 from tierd.format import wire
-from tierd.format.ids import checkpoint_id
+from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.transfer.verify import verify_replica
 from tierd.workers.reaper import Reaper
+from tierd.workers.restorer import Restorer
 
 MIB = 1 << 20
 SHARD_BYTES = 6 * MIB
@@ -79,6 +82,27 @@ async def test_a_full_disk_keeps_its_checkpoints_and_takes_new_ones_when_there_i
     rooms: Rooms, disk: Path
 ) -> None:
     await run_cycles(rooms, disk, CYCLES)
+
+
+async def test_a_start_on_a_full_disk_continues_from_the_newest_checkpoint_which_only_cold_has(disk: Path) -> None:
+    """Fetched into memory. The older one in hot would undo the steps between them."""
+    async with rooms_at(disk / "tierd") as rooms:
+        await rooms.commit("hot", step=10)
+        newest = await rooms.commit("cold", step=20, size_bytes=SHARD_BYTES)
+        await rooms.look()
+        (disk / "filler").write_bytes(bytes(max(0, (await rooms.hot_store.free_bytes() or 0) - SHARD_BYTES // 2)))
+        newest_one = wire.Find(request=1, step=None, generation=None, milestone=None, tier="auto", exclude=[])
+        found = await Restorer(rooms.context, not_examined).find(RUN, newest_one, lambda done, total: None)
+        shards = [os.pread(descriptor, SHARD_BYTES, 0) for descriptor in found.descriptors]
+        close_all(found.descriptors)
+        assert (found.manifest, found.tier, found.passed_over) == (newest, "cold", [])
+        assert shards == [content(newest.id, rank, SHARD_BYTES) for rank in (0, 1)]
+        assert rooms.steps("hot") == [10]
+        assert list(rooms.hot_store.root.rglob("*.partial")) == []
+
+
+async def not_examined(checkpoint: CheckpointId) -> bool | None:
+    return None
 
 
 @pytest.mark.long

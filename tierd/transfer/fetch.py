@@ -21,6 +21,7 @@ from tierd.tiers.directory import PIECE_BYTES, DirectoryStore
 from tierd.tiers.pool import for_each
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.store import Progress, Source
+from tierd.transfer.memory_file import MemoryFile
 from tierd.transfer.partial_file import PartialFile, partial_name
 
 READS = 2  # of a chunk that differs: a second read shows whether it was altered on its way
@@ -36,7 +37,8 @@ def partial_keys(manifest: Manifest, files: Collection[str] | None = None) -> se
 class Fetch:
     """Files of `manifest` into `store`. `wanted`: chunk numbers by file name; None: all of all files.
 
-    `reserves`: disk space is reserved for what is wanted as a whole; not where its size is only claimed.
+    `reserves`: disk space is reserved for what is wanted as a whole; not where its size is only claimed. `in_memory`:
+    the files are in memory and not in the directory, and the fetch cannot be finished.
 
     Call `begin()`, then `take()` for each replica until `missing_bytes` is 0, then `finish()`. After `want()`, start
     again with `begin()`. An interrupted fetch is continued by a new Fetch. The caller must not run two at once for one
@@ -50,14 +52,17 @@ class Fetch:
         *,
         wanted: Mapping[str, Collection[int]] | None = None,
         reserves: bool = True,
+        in_memory: bool = False,
     ) -> None:
         self.manifest = manifest
         self.store = store
+        self.is_in_memory = in_memory
         self._reserves = reserves
+        make_file = MemoryFile if in_memory else PartialFile
         self._files = {
             entry.name: _File(
                 entry=entry,
-                partial=PartialFile(store, layout.file_key(manifest.id, entry.name), entry),
+                partial=make_file(store, layout.file_key(manifest.id, entry.name), entry),
                 wanted=bytearray(len(entry.chunks)),
                 missing=bytearray(len(entry.chunks)),
                 sums=_sums(entry),
@@ -96,9 +101,7 @@ class Fetch:
 
     async def begin(self, progress: Progress | None = None) -> None:
         """Verifies what the directory has already, and makes files for the rest. `progress`: of what is read."""
-        self.store.pool.check_settled()
-        folder = layout.checkpoint_prefix(self.manifest.id)
-        sizes = {stored.key: stored.size_bytes for stored in await self.store.list(folder)}
+        sizes = {} if self.is_in_memory else await self._stored_sizes()
 
         async def prepare(file: _File) -> None:
             has_size = sizes.get(file.partial.key) == file.entry.size_bytes
@@ -120,6 +123,16 @@ class Fetch:
                 del sizes[file.partial.key]
                 await prepare(file)
             await self._read(damaged, lambda file: sources[file.entry.name], is_own=True)
+
+    def into_memory(self) -> Fetch:
+        """A fetch of the same chunks, of which none has arrived."""
+        wanted = {name: [i for i, flag in enumerate(file.wanted) if flag] for name, file in self._files.items()}
+        return Fetch(self.manifest, self.store, wanted=wanted, in_memory=True)
+
+    async def _stored_sizes(self) -> dict[str, int]:
+        self.store.pool.check_settled()
+        folder = layout.checkpoint_prefix(self.manifest.id)
+        return {stored.key: stored.size_bytes for stored in await self.store.list(folder)}
 
     async def take(self, tier: ReadableTier, progress: Progress | None = None) -> TierdError | None:
         """Reads the missing chunks from a replica. Returns why some are still missing; None when none is.
@@ -153,10 +166,17 @@ class Fetch:
         return all(file.partial.key in stored for file in self._files.values() if file.is_in_place)
 
     async def finish(self) -> None:
-        """Makes every file durable, then gives each its final name. Raises BadRequest unless all files are whole."""
+        """Makes every file durable, then gives each its final name. Raises BadRequest unless all files are whole, and
+        in the directory."""
+        if self.is_in_memory:
+            raise BadRequest(f"finish the fetch of {self.manifest.id}: it is in memory")
         if any(any(file.missing) or not all(file.wanted) for file in self._files.values()):
             raise BadRequest(f"finish the fetch of {self.manifest.id}: chunks are missing")
-        new = [file.partial for file in self._files.values() if not file.is_in_place]
+        new = [
+            file.partial
+            for file in self._files.values()
+            if isinstance(file.partial, PartialFile) and not file.is_in_place
+        ]
         run, limit = self.store.pool.run, self.store.pieces_in_flight
         await for_each(limit, new, lambda file: run(file.make_durable, timeout_s=file.sync_timeout_s))
         await for_each(limit, new, lambda file: run(file.publish))
@@ -253,7 +273,7 @@ class _File:
     fetch made the partial file, so it has nothing to verify."""
 
     entry: FileEntry
-    partial: PartialFile
+    partial: PartialFile | MemoryFile
     wanted: bytearray
     missing: bytearray
     sums: ChunkSums

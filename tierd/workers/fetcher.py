@@ -2,20 +2,24 @@
 
 Each chunk is fetched once, whichever rank asks first. A whole checkpoint is committed, as a hot replica. A part never
 is: its files have temporary names and are deleted once the run is restored. An interrupted fetch is continued.
+
+Where hot does not take the files, they are fetched into memory: the trainer would otherwise get an older checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tierd.catalog_entry import Entry
+from tierd.cgroup import available_bytes
 from tierd.context import DaemonContext
-from tierd.errors import BadRequest, Corrupt, Foreign, Full, NotFound, TierdError
+from tierd.errors import BadRequest, Corrupt, Foreign, Full, NotFound, TierdError, TierUnreachable
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
@@ -25,6 +29,10 @@ from tierd.tiers.tier import Tier
 from tierd.transfer.fetch import Fetch
 from tierd.workers.hot_space import HotSpace, MakeRoom, no_room
 
+log = logging.getLogger("tierd")
+
+IN_MEMORY_SHARE_MAX = 0.5  # of the memory that is available; training allocates its slots next
+IN_MEMORY_KEPT_S = 900.0  # after the last request of a rank; a trainer that was killed may ask again
 NEARLY_ALL = 0.9  # of a checkpoint's bytes: then fetch the rest too, which makes it a hot replica
 
 OnProgress = Callable[[int, int], None]
@@ -33,11 +41,13 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class _PartialFetch:
-    """A fetch that has brought all chunks asked for so far. `tier`: where from; `raw`: its manifest's bytes there."""
+    """A fetch that has brought all chunks asked for so far. `tier`: where from; `raw`: its manifest's bytes there.
+    `timer`: of a fetch into memory, releases it."""
 
     fetch: Fetch
     tier: str
     raw: bytes
+    timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +96,18 @@ class Fetcher:
                 fetch.want(None)
             else:
                 fetch.want({file.name: indexes for file, indexes in zip(manifest.files, chunks, strict=False)})
-            await self._fetch(fetch, cold, on_progress)
-            if not fetch.is_whole:
-                await self._fetch_headers(fetch, cold, on_progress)
-            if not fetch.is_whole or entry.is_part_in(self._hot.name):  # hot keeps this node's part, not both
-                self._parts[manifest.id.run] = part
-                return await fetch.open_files(), not fetch.is_whole
             while True:
+                part = await self._fetch_wanted(part, cold, on_progress)
+                fetch = part.fetch
+                # Hot keeps this node's part, not both.
+                if not fetch.is_whole or fetch.is_in_memory or entry.is_part_in(self._hot.name):
+                    self._keep(part)
+                    return await fetch.open_files(), not fetch.is_whole
                 async with self._context.lock(manifest.id):
                     if await fetch.has_files_in_place():
                         await self._commit(part, entry.all_milestones)
                         return await self.open_hot(manifest), False
-                await self._fetch(fetch, cold, on_progress)  # files that were here have been deleted meanwhile
+                # Files that were here have been deleted meanwhile.
 
     async def open_hot(self, manifest: Manifest) -> list[int]:
         """Descriptors of the files of a hot replica."""
@@ -105,7 +115,7 @@ class Fetcher:
 
     async def restored(self, run: Run) -> None:
         """All ranks of the run have read what they asked for: delete the part."""
-        was_in_part = self._parts.pop(run, None) is not None
+        was_in_part = self._take_kept(run) is not None
         if self.from_peers.pop(run, None) is not None or was_in_part:
             await self.sweep(run)
 
@@ -127,7 +137,7 @@ class Fetcher:
         """The part that was fetched before, or a new one that wants only the first chunk of each header.
 
         A part from another tier is not continued: the trainer may have found one of its chunks damaged."""
-        part = self._parts.pop(manifest.id.run, None)
+        part = self._take_kept(manifest.id.run)
         if part is not None and part.tier == cold.name and part.fetch.manifest == manifest:
             return part
         raw = await cold.manifest_bytes(manifest)
@@ -135,6 +145,41 @@ class Fetcher:
         await self._check_replaceable(manifest)
         fetch = Fetch(manifest, self._hot_store, wanted={file.name: {0} for file in manifest.files})
         return _PartialFetch(fetch, cold.name, raw)
+
+    def _keep(self, part: _PartialFetch) -> None:
+        """Until the run is restored. Memory is released also when nobody asks again."""
+        run = part.fetch.manifest.id.run
+        if part.fetch.is_in_memory:
+            timer = asyncio.get_running_loop().call_later(IN_MEMORY_KEPT_S, self._parts.pop, run, None)
+            part = replace(part, timer=timer)
+        self._parts[run] = part
+
+    def _take_kept(self, run: Run) -> _PartialFetch | None:
+        part = self._parts.pop(run, None)
+        if part is not None and part.timer is not None:
+            part.timer.cancel()
+        return part
+
+    async def _fetch_wanted(self, part: _PartialFetch, cold: Tier, on_progress: OnProgress) -> _PartialFetch:
+        """Fetch all that is wanted, and all headers. Returns the part: one in memory if hot has refused its files."""
+        while True:
+            try:
+                await self._fetch(part.fetch, cold, on_progress)
+                if not part.fetch.is_whole:
+                    await self._fetch_headers(part.fetch, cold, on_progress)
+                return part
+            except _HotRefusedError as refused:
+                part = replace(part, fetch=await self._into_memory(part.fetch, refused.error))
+
+    async def _into_memory(self, fetch: Fetch, error: TierdError) -> Fetch:
+        """A fetch of the same chunks into memory. Raises `error`, for which hot refused them, if there is too little
+        memory, and if it is the error of a fetch into memory."""
+        available = 0 if fetch.is_in_memory else await asyncio.to_thread(available_bytes)
+        if fetch.is_in_memory or fetch.wanted_bytes > IN_MEMORY_SHARE_MAX * available:
+            raise error
+        log.warning("fetch %s into memory, because hot does not take it: %s", fetch.manifest.id, error.message)
+        await self._remove_partials(fetch.manifest.id)
+        return fetch.into_memory()
 
     async def _fetch_headers(self, fetch: Fetch, cold: Tier, on_progress: OnProgress) -> None:
         """Fetch the rest of headers that are longer than a chunk."""
@@ -145,7 +190,9 @@ class Fetcher:
 
     async def begin(self, fetch: Fetch, *, room_bytes_max: int | None = None) -> None:
         """Makes room in hot, of `room_bytes_max` at most, and files for what is missing."""
-        # Without space in hot, the trainer would get an older checkpoint that is there.
+        if fetch.is_in_memory:
+            await fetch.begin()
+            return
         missing_space_bytes = await self._space.missing_bytes(fetch.missing_bytes)
         if room_bytes_max is not None:
             missing_space_bytes = min(missing_space_bytes, room_bytes_max)
@@ -160,7 +207,9 @@ class Fetcher:
             raise
 
     async def _fetch(self, fetch: Fetch, cold: Tier, on_progress: OnProgress) -> None:
-        """Fetch and verify all that is wanted. On failure, what arrived stays for the next attempt, from any tier."""
+        """Fetch and verify all that is wanted. On failure, what arrived stays for the next attempt, from any tier.
+
+        Raises _HotRefusedError when hot cannot take it, else the error of the cold tier."""
         manifest = fetch.manifest
         if fetch.wanted_bytes >= NEARLY_ALL * manifest.size_bytes:
             fetch.want(None)
@@ -169,13 +218,16 @@ class Fetcher:
             on_progress(fetch.wanted_bytes - fetch.missing_bytes, fetch.wanted_bytes)
 
         count(0)
-        await self.begin(fetch)
-        missing_bytes = fetch.missing_bytes
         try:
-            problem = await fetch.take(cold, count)
-        finally:
-            given_bytes = missing_bytes - fetch.missing_bytes
-            self._context.metrics.bytes_total.labels(tier=cold.name, direction="read").inc(given_bytes)
+            await self.begin(fetch)
+            missing_bytes = fetch.missing_bytes
+            try:
+                problem = await fetch.take(cold, count)
+            finally:
+                given_bytes = missing_bytes - fetch.missing_bytes
+                self._context.metrics.bytes_total.labels(tier=cold.name, direction="read").inc(given_bytes)
+        except (Full, TierUnreachable) as error:
+            raise _HotRefusedError(error) from error
         if problem is not None:
             if fetch.missing_bytes == fetch.wanted_bytes:  # the space of files without one valid chunk
                 await self._remove_partials(manifest.id)
@@ -209,3 +261,9 @@ class Fetcher:
                     f"fetch {manifest.id} into hot: another checkpoint is committed there under this name",
                     hint="do two jobs write one run into one place? Nothing was overwritten",
                 )
+
+
+class _HotRefusedError(Exception):
+    def __init__(self, error: TierdError) -> None:
+        super().__init__(error)
+        self.error = error
