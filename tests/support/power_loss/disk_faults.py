@@ -183,7 +183,7 @@ async def train(machine: Machine, injector: Injector) -> list[str]:
 
 
 async def fetch(machine: Machine, injector: Injector) -> list[str]:
-    """A restore from cold into a new hot directory, tried until it succeeds."""
+    """A restore from cold into a new hot directory, tried until hot has it. During the fault it may be into memory."""
     problems: list[str] = []
     async with await _started(machine, injector) as daemon:
         for _ in range(10):
@@ -198,6 +198,7 @@ async def fetch(machine: Machine, injector: Injector) -> list[str]:
             if daemon.catalog.newest(found.manifest.id.run, HOT) == found.manifest:
                 machine.calls.mark("told", (HOT, Id(RUN, GENERATION, found.manifest.step)))
                 break
+            await daemon.restorer.fetcher.restored(found.manifest.id.run)  # it was fetched into memory
             injector.step_ended()
         else:
             problems.append("the restore never succeeded")
