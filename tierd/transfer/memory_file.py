@@ -1,5 +1,7 @@
-"""A file that is fetched into memory piece by piece, where no directory takes it. It lives as long as this object and
-each descriptor of it."""
+"""A file that is fetched into memory piece by piece, where no directory takes it.
+
+It lives as long as this object and each descriptor of it.
+"""
 
 from __future__ import annotations
 
