@@ -1,7 +1,7 @@
 """`tierd export`: assembles a checkpoint's shards into whole tensors, in a format of other tools.
 
-`safetensors` is written here, through a small buffer. `torch` and `dcp` are torch's own formats: torch writes them, in
-a process that holds the whole state. Every chunk is verified; PATH appears whole or not at all.
+`safetensors` and `flat` are written here, through a small buffer. `torch` and `dcp` are torch's own formats: torch
+writes them, in a process that holds the whole state. Every chunk is verified; PATH appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -21,35 +21,41 @@ import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.console import duration, print_report, progress_bar, size
+from tierd.cli.console import duration, print_note, print_report, progress_bar, size
 from tierd.cli.options import parse_query, settings_of
 from tierd.cli.restore import resolve_target, restore_to
-from tierd.descriptors import close_all, open_all
+from tierd.descriptors import close_all, open_all, read_all
 from tierd.errors import BadConfig, Corrupt, NotFound, TierdError
-from tierd.format import checksum
+from tierd.format import checksum, flat_file
 from tierd.format.manifest import Manifest
 from tierd.format.shard import Shard, read_header
-from tierd.format.whole import WholeFile, split, whole_tensors
+from tierd.format.whole import AssembledFile, WholeFile, WholeTensor, split, whole_tensors
 from tierd.lifecycle.selection import AUTO
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import Source
+from tierd.transfer.assembled import fill_from
 from tierd.transfer.atomic_output import AtomicOutput, make_durable
 
 _SIZE = re.compile(r"([0-9]+)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
-_FOLDER = "made"  # the folder to publish, inside the atomic output
+_FOLDER = "made"  # the folder or file to publish, inside the atomic output
 
 
 class Format(StrEnum):
     safetensors = "safetensors"
     torch = "torch"
     dcp = "dcp"
+    flat = "flat"
+
+
+_NAMES_HINT = 'as in {"weight": [4, 3], "bias": [4]}, in the order of model.named_parameters()'
+_ONE_FILE = {Format.torch: "checkpoint.pt", Format.flat: "checkpoint.bin"}
 
 
 async def export(
     context: typer.Context,
     to: Annotated[
         Path,
-        typer.Option("--to", metavar="PATH", help="A new or empty directory; for torch, a new file."),
+        typer.Option("--to", metavar="PATH", help="A new or empty directory; for torch and flat, a new file."),
     ],
     format: Annotated[Format, typer.Option("--format", help="What to write. torch and dcp need torch.")],
     prefix: Annotated[
@@ -63,6 +69,10 @@ async def export(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Split safetensors files at this size: 500MB, 5GB.")
     ] = "5GB",
+    names: Annotated[
+        Path | None,
+        typer.Option("--names", metavar="FILE", help="For flat: JSON with the parameters' names in the file's order."),
+    ] = None,
     tier: options.SourceTier = AUTO,
     run: options.RunName = None,
     step: options.StepName = "latest",
@@ -73,8 +83,12 @@ async def export(
 ) -> int:
     """Assemble a checkpoint's shards into one state, for other tools."""
     target = resolve_target(to, tier, place)
-    if format is Format.torch and target.is_dir():
-        raise BadConfig(f"export into {target}: torch writes one file", hint=f"--to {target / 'checkpoint.pt'}")
+    if format in _ONE_FILE and target.is_dir():
+        name = _ONE_FILE[format]
+        raise BadConfig(f"export into {target}: {format.value} is one file", hint=f"--to {target / name}")
+    if format is Format.flat and prefix:
+        raise BadConfig("export as flat: --prefix selects tensors by their names, and a flat file has none")
+    ordered = [] if names is None else [*read_names(names)]
     size_max = _size_bytes(max_shard_size)
 
     async def convert(folder: Path, manifest: Manifest, output: AtomicOutput) -> Path:
@@ -88,14 +102,17 @@ async def export(
             )
         if format is Format.safetensors:
             metadata = {"format": "pt", "run": manifest.run, "step": str(manifest.step)}
-            metadata["generation"] = str(manifest.generation)
+            metadata |= {"generation": str(manifest.generation), "prefix": prefix}
             files = [WholeFile(part, metadata) for part in split(tensors, size_max)]
             await _write_safetensors(files, folder, list(shards), output)
+        elif format is Format.flat:
+            file = _flat_file(shards, tensors, ordered, manifest)
+            await _write_flat(file, folder, list(shards), output)
         else:
             await _write_with_torch(format, folder, output, prefix)
         return output.folder / _FOLDER
 
-    if format is not Format.safetensors:
+    if format in (Format.torch, Format.dcp):
         check_torch(
             f"export as {format.value}",
             hint="pip install 'tierd[client]', or use --format safetensors, which needs no torch",
@@ -108,6 +125,18 @@ async def export(
     )
     print_report(msgspec.to_builtins(exported) | {"format": format.value}, as_json=json, text=text)
     return 0
+
+
+def read_names(path: Path) -> dict[str, tuple[int, ...] | None]:
+    """The names of parameters in a JSON file, in order, with their shapes: an object, or a list of names only."""
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[int, ...]] | list[str])
+    except (OSError, msgspec.DecodeError) as error:
+        raise BadConfig(f"read the names of parameters in {path}: {error}", hint=_NAMES_HINT) from error
+    names: dict[str, tuple[int, ...] | None] = {**content} if isinstance(content, dict) else dict.fromkeys(content)
+    if not names or len(names) != len(content) or any(size < 0 for shape in names.values() for size in shape or ()):
+        raise BadConfig(f"read the names of parameters in {path}: empty, a name twice, or a size below 0")
+    return names
 
 
 def _size_bytes(text: str) -> int:
@@ -159,23 +188,52 @@ def _read_shard(path: Path) -> Shard:
         return read_header(functools.partial(os.pread, file.fileno()), size_bytes, where=path.name)
 
 
-def _assembled(file: WholeFile, opened: Mapping[str, int]) -> Source:
+def _assembled(file: AssembledFile, opened: Mapping[str, int]) -> Source:
     """A whole file as a source for the store: assembled from the open shards while it is written."""
 
-    def fill(offset: int, buffer: memoryview) -> None:
-        header = file.header[offset : offset + len(buffer)]
-        buffer[: len(header)] = header
-        done = len(header)
-        for piece in file.pieces(offset + done, offset + len(buffer)):
-            view = buffer[piece.at - offset : piece.at - offset + piece.length]
-            read = os.preadv(opened[piece.shard], [view], piece.offset)
-            if read != piece.length:
-                raise Corrupt(f"assemble a whole file: {piece.shard} ends early, at byte {piece.offset + read}")
-            done += read
-        if done != len(buffer):
-            raise Corrupt(f"assemble a whole file: some of its bytes {offset} to {offset + len(buffer)} are missing")
+    def read(shard: str, offset: int, buffer: memoryview) -> None:
+        if missing := read_all(opened[shard], offset, buffer):
+            end = offset + len(buffer) - missing
+            raise Corrupt(f"assemble a whole file: {shard} ends early, at byte {end}")
 
-    return Source(functools.partial(asyncio.to_thread, fill))
+    return Source(functools.partial(asyncio.to_thread, fill_from(file, read)))
+
+
+# ── the flat file ──
+
+
+def _flat_file(
+    shards: Mapping[str, Shard], tensors: Sequence[WholeTensor], names: Sequence[str], manifest: Manifest
+) -> AssembledFile:
+    """Raises Unsupported for what a flat file cannot hold. Reports what it leaves out."""
+    where = str(manifest.id)
+    trees = [shard.tierd.get("state", {}) for shard in shards.values()]
+    by_name = {tensor.name: tensor for tensor in tensors}
+    shapes = {name: tensor.shape for name, tensor in by_name.items()}
+    parameters = flat_file.parameters_of(trees[0], shapes, names, where=where)
+    file = flat_file.assemble(by_name, parameters, manifest.step, where=where)
+    held = {tensor.name for tensor in file.tensors} | {each.step for each in parameters}
+    if left_out := sorted(by_name.keys() - held):
+        more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
+        print_note(f"tierd: not in the flat file: {', '.join(left_out[:5])}{more}")
+    return file
+
+
+async def _write_flat(file: AssembledFile, folder: Path, shards: Sequence[str], output: AtomicOutput) -> None:
+    descriptors = open_all(os.open(folder / shard, os.O_RDONLY) for shard in shards)
+    store = DirectoryStore(output.folder, access=output.access, url=f"file://{output.partial}")
+    try:
+        with progress_bar("assembling", file.size_bytes) as progress:
+            await store.put(
+                _FOLDER,
+                _assembled(file, dict(zip(shards, descriptors, strict=True))),
+                size_bytes=file.size_bytes,
+                chunk_bytes=checksum.CHUNK_BYTES,
+                progress=progress,
+            )
+    finally:
+        close_all(descriptors)
+        await store.close()
 
 
 # ── torch's own formats ──

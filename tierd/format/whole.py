@@ -13,10 +13,11 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tierd.errors import Corrupt
 from tierd.format.boxes import Box, cover_problem, spanned_shape
-from tierd.format.shard import DTYPE_BYTES, Shard, TensorEntry
+from tierd.format.shard import DTYPE_BYTES, Shard, TensorEntry, TensorSpec, plan_layout
 
 HEADER_ALIGN_BYTES = 8  # as the safetensors library writes it
 
@@ -72,20 +73,14 @@ def _whole(name: str, parts: Sequence[Part]) -> WholeTensor:
     return WholeTensor(name, entries[0].dtype, shape, tuple(parts))
 
 
-class WholeFile:
-    """One safetensors file of whole tensors, by descending element size, so that each is aligned."""
+class AssembledFile:
+    """A file that consists of a header and tensors without holes, in the given order."""
 
-    def __init__(self, tensors: Sequence[WholeTensor], metadata: Mapping[str, str]) -> None:
-        self.tensors = sorted(tensors, key=lambda tensor: (-DTYPE_BYTES[tensor.dtype], tensor.name))
-        table: dict[str, object] = {"__metadata__": dict(metadata)}
-        offsets = list(itertools.accumulate((tensor.size_bytes for tensor in self.tensors), initial=0))
-        for tensor, span in zip(self.tensors, itertools.pairwise(offsets), strict=True):
-            table[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": span}
-        body = json.dumps(table, separators=(",", ":")).encode()
-        body = body.ljust(-(-len(body) // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES)
-        self.header = struct.pack("<Q", len(body)) + body
-        self.size_bytes = len(self.header) + offsets[-1]
-        self._ends = [len(self.header) + end for end in offsets[1:]]
+    def __init__(self, header: bytes, tensors: Sequence[WholeTensor]) -> None:
+        self.header, self.tensors = header, list(tensors)
+        ends = itertools.accumulate((tensor.size_bytes for tensor in self.tensors), initial=len(header))
+        self._ends = list(ends)[1:]
+        self.size_bytes = self._ends[-1] if self._ends else len(header)
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
         """The pieces of the file's bytes `[begin, end)`, without the header."""
@@ -96,6 +91,37 @@ class WholeFile:
                 return
             for part in tensor.parts:
                 yield from _pieces(tensor, part, at, begin, end)
+
+
+class WholeFile(AssembledFile):
+    """One safetensors file of whole tensors, by descending element size, so that each is aligned."""
+
+    def __init__(self, tensors: Sequence[WholeTensor], metadata: Mapping[str, str]) -> None:
+        ordered = sorted(tensors, key=lambda tensor: (-DTYPE_BYTES[tensor.dtype], tensor.name))
+        table: dict[str, object] = {"__metadata__": dict(metadata)}
+        offsets = list(itertools.accumulate((tensor.size_bytes for tensor in ordered), initial=0))
+        for tensor, span in zip(ordered, itertools.pairwise(offsets), strict=True):
+            table[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": span}
+        body = json.dumps(table, separators=(",", ":")).encode()
+        body = body.ljust(-(-len(body) // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES)
+        super().__init__(struct.pack("<Q", len(body)) + body, ordered)
+
+
+def as_shard(tensors: Sequence[WholeTensor], tierd: dict[str, Any]) -> AssembledFile:
+    """The same tensors as the one shard of a checkpoint. `tierd`: its metadata. Raises Unsupported as `plan_layout`."""
+    specs = [
+        TensorSpec(
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            saved_offsets=(0,) * len(tensor.shape),
+            torch_dtype=tensor.parts[0].entry.torch_dtype if tensor.parts else "",
+        )
+        for tensor in tensors
+    ]
+    layout = plan_layout(specs, tierd)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    return AssembledFile(layout.encode_header(tierd), [by_name[entry.name] for entry in layout.tensors])
 
 
 def _pieces(tensor: WholeTensor, part: Part, at: int, begin: int, end: int) -> Iterator[Piece]:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from tierd.config import WatchConfig
-from tierd.errors import Unsupported
+from tierd.errors import Corrupt, Unsupported
+from tierd.format import flat_file
 
 # APPNOTE.TXT 4.3.15 and 4.3.16: the locator of the zip64 end, and the end. torch.save writes no comment after it.
 ZIP_LOCATOR = struct.Struct("<4sIQI")
@@ -26,7 +27,6 @@ ZIP_TAIL_BYTES = ZIP_LOCATOR.size + ZIP_END.size
 ZIP64_END_BYTES = 56
 STEP_DIGITS_MAX = 12
 NAMED_MAX = 5  # names in a message
-FLAT_HEADER = struct.Struct("<ii")  # step and number of parameters; then weights, m and v of each, in float32
 # The times of a folder and of a file come from one clock, with ticks of 10 ms at most.
 FOLDER_SLACK_S = 0.1
 
@@ -301,12 +301,10 @@ def _lacks(entry: Listed, preset: Preset, alike: set[str]) -> str:
 
 
 def _flat_problem(entry: Listed, preset: Preset) -> str:
-    if len(entry.head) < FLAT_HEADER.size:
-        return f"{entry.name} has no header yet"
-    step, parameters = FLAT_HEADER.unpack_from(entry.head)
-    expected = FLAT_HEADER.size + 12 * parameters
-    if parameters < 0 or expected != entry.size_bytes:
-        return f"{entry.name} has {entry.size_bytes} bytes, its header says {expected}"
+    try:
+        step, _ = flat_file.parse_header(entry.head, entry.size_bytes, where=entry.name)
+    except Corrupt as error:
+        return error.message
     return "" if step == _step(entry, preset) else f"{entry.name} is of step {step}, as its header says"
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import cast
 
 from tierd.errors import BadRequest, NotFound, Transient, Unsupported
-from tierd.lifecycle.watched import FLAT_HEADER, ZIP_TAIL_BYTES, Listed, Preset, Whole, is_zip_end
+from tierd.format.flat_file import HEADER
+from tierd.lifecycle.watched import ZIP_TAIL_BYTES, Listed, Preset, Whole, is_zip_end
 from tierd.tiers.tree import FOLDER, NO_LINK, closing_fd
 from tierd.transfer.source_tree import SourceEntry, SourceFile, SourceTree, scan
 
@@ -101,7 +102,7 @@ def listed(tree: SourceTree, preset: Preset, *, unchanged_s: float) -> Listed:
             unchanged_s=unchanged_s,
             marker=content,
             marker_modified_s=marker_modified_s,
-            head=_read(tree, entry, 0, min(FLAT_HEADER.size, entry.size_bytes)),
+            head=_read(tree, entry, 0, min(HEADER.size, entry.size_bytes)),
             size_bytes=entry.size_bytes,
             is_whole=is_whole(tree, entry) if can_tell else None,
         )
