@@ -41,6 +41,7 @@ WITHOUT: dict[tuple[str, str], str] = {
     ("tierd/tiers/tree.py", "fsync_path"): "its callers have failpoints",
     ("tierd/tiers/tree.py", "Tree.sync_folders"): "repeats fsyncs of a former daemon",
     ("tierd/tiers/tree.py", "_sync_parent"): "repeats an fsync of a former daemon",
+    ("tierd/transfer/memory_file.py", "MemoryFile.begin"): "memory, which ends with the daemon",
     ("tierd/tiers/direct_io.py", "page_aligned"): "a buffer, which nobody shares",
     ("tierd/tiers/tree.py", "Tree.continue_file"): "removes what is not ours and holds nothing of ours",
     ("tierd/tiers/tree.py", "Tree.remove_if_empty"): "an empty folder is as good as none",

@@ -18,6 +18,7 @@ from tests.e2e.test_nodes_restore import hold_cold, restart, restored, save
 from tests.support.daemon import Daemon
 from tests.support.nodes import connect_on, connected, nodes
 from tests.support.trainer import Training, joined, refusals, together
+from tests.support.waiting import wait_until
 from tierd.key_file import make_key_file
 
 PEERS = '[peers]\nlisten = "127.0.0.1:0"'
@@ -108,7 +109,7 @@ def test_nodes_that_join_and_other_numbers_of_ranks_read_from_the_nodes(tmp_path
                 found = together(trainers, "restore")
                 assert [(each.step, each.tier) for each in found] == [(1, tier) for tier in tiers]
                 assert set(together(trainers, "apply", _weights)) == {saved_weights}
-        assert not left_behind([first, second, third])
+        wait_until(lambda: not left_behind([first, second, third]), "the partial files to be deleted")
 
 
 def _share_extra(training: Training) -> None:
