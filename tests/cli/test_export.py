@@ -48,7 +48,7 @@ def test_shards_become_one_file_of_whole_tensors(house: House) -> None:
     assert [one.name for one in (house.root / "out").iterdir()] == ["model.safetensors"]
     assert torch.equal(load_file(house.root / "out" / "model.safetensors")["model.table"], table)
     with safe_open(str(house.root / "out" / "model.safetensors"), "pt") as file:
-        assert file.metadata() == {"format": "pt", "run": "run", "step": "5", "generation": "1", "prefix": ""}
+        assert file.metadata() == {"format": "pt", "run": "run", "step": "5", "generation": "1"}
     assert [one.name for one in house.root.iterdir() if one.name.endswith(".partial")] == []
 
 

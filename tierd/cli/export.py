@@ -47,7 +47,6 @@ class Format(StrEnum):
     flat = "flat"
 
 
-_NAMES_HINT = 'as in {"weight": [4, 3], "bias": [4]}, in the order of model.named_parameters()'
 _ONE_FILE = {Format.torch: "checkpoint.pt", Format.flat: "checkpoint.bin"}
 
 
@@ -88,7 +87,7 @@ async def export(
         raise BadConfig(f"export into {target}: {format.value} is one file", hint=f"--to {target / name}")
     if format is Format.flat and prefix:
         raise BadConfig("export as flat: --prefix selects tensors by their names, and a flat file has none")
-    ordered = [] if names is None else [*read_names(names)]
+    ordered = [] if names is None else _read_names(names)
     size_max = _size_bytes(max_shard_size)
 
     async def convert(folder: Path, manifest: Manifest, output: AtomicOutput) -> Path:
@@ -102,7 +101,7 @@ async def export(
             )
         if format is Format.safetensors:
             metadata = {"format": "pt", "run": manifest.run, "step": str(manifest.step)}
-            metadata |= {"generation": str(manifest.generation), "prefix": prefix}
+            metadata["generation"] = str(manifest.generation)
             files = [WholeFile(part, metadata) for part in split(tensors, size_max)]
             await _write_safetensors(files, folder, list(shards), output)
         elif format is Format.flat:
@@ -127,15 +126,15 @@ async def export(
     return 0
 
 
-def read_names(path: Path) -> dict[str, tuple[int, ...] | None]:
-    """The names of parameters in a JSON file, in order, with their shapes: an object, or a list of names only."""
+def _read_names(path: Path) -> list[str]:
+    """The names of parameters in a JSON file, in order."""
     try:
-        content = msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[int, ...]] | list[str])
+        names = msgspec.json.decode(path.read_bytes(), type=list[str])
     except (OSError, msgspec.DecodeError) as error:
-        raise BadConfig(f"read the names of parameters in {path}: {error}", hint=_NAMES_HINT) from error
-    names: dict[str, tuple[int, ...] | None] = {**content} if isinstance(content, dict) else dict.fromkeys(content)
-    if not names or len(names) != len(content) or any(size < 0 for shape in names.values() for size in shape or ()):
-        raise BadConfig(f"read the names of parameters in {path}: empty, a name twice, or a size below 0")
+        hint = 'a list as ["weight", "bias"], in the order of the file'
+        raise BadConfig(f"read the names of parameters in {path}: {error}", hint=hint) from error
+    if not names or len(names) != len(set(names)):
+        raise BadConfig(f"read the names of parameters in {path}: empty, or a name twice")
     return names
 
 

@@ -16,21 +16,19 @@ from typing import Any
 import msgspec
 
 from tierd.errors import Corrupt, Unsupported
-from tierd.format.shard import TensorEntry
 from tierd.format.tagged import Json
-from tierd.format.whole import AssembledFile, Part, WholeTensor
+from tierd.format.whole import AssembledFile, WholeTensor
 
 HEADER = struct.Struct("<ii")
 INT32_MAX = (1 << 31) - 1
 ITEM_BYTES = 4
-WHOLE = ("weights", "m", "v")
-"""The sections of a checkpoint that was imported from a flat file without names of parameters, in the file's order."""
+ARRAYS = 3  # weights, m and v
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def size_of(parameters: int) -> int:
     """The size of a flat file, in bytes."""
-    return HEADER.size + len(WHOLE) * ITEM_BYTES * parameters
+    return HEADER.size + ARRAYS * ITEM_BYTES * parameters
 
 
 def parse_header(head: bytes, size_bytes: int, *, where: str) -> tuple[int, int]:
@@ -76,9 +74,6 @@ def parameters_of(
     """The parameters of a checkpoint in the order of the flat file: that of `names`; without these, the order in which
     the optimizer's groups hold them. `tree`: the state tree of a rank. `shapes`: of all tensors, by name. Raises
     Unsupported where the checkpoint has no such parameters."""
-    if all(_is_value(tree, name) and name in shapes for name in WHOLE) and not names:
-        weights, m, v = WHOLE
-        return [Parameter(name=weights, weight=weights, m=m, v=v)]
     try:
         optimizers = msgspec.convert(_section(tree, "optimizer", "optimizers"), list[_Optimizer])
     except msgspec.ValidationError as error:
@@ -111,11 +106,6 @@ def parameters_of(
 def _section(tree: Mapping[str, Json], name: str, kind: str) -> Any:
     section = tree.get(name)
     return section.get("value") if isinstance(section, dict) and section.get("kind") == kind else []
-
-
-def _is_value(tree: Mapping[str, Json], name: str) -> bool:
-    section = tree.get(name)
-    return isinstance(section, dict) and section.get("kind") == "value"
 
 
 def _parameter(name: str, prefix: str, shapes: Mapping[str, tuple[int, ...]], where: str) -> Parameter:
@@ -157,30 +147,3 @@ def assemble(
     if step > INT32_MAX:
         raise Unsupported(f"export {where}: a flat file has at most step {INT32_MAX}")
     return AssembledFile(HEADER.pack(step, count), ordered)
-
-
-def tensors_in(
-    file: str, count: int, parameters: Sequence[tuple[Parameter, tuple[int, ...]]], *, where: str
-) -> list[WholeTensor]:
-    """The tensors of a flat file with `count` parameters. `parameters`: with their shapes, in the order of the file.
-    Raises Unsupported where their elements are not `count`."""
-    found: list[WholeTensor] = []
-    offset = HEADER.size
-    for which in ("weight", "m", "v"):
-        begin = offset
-        for parameter, shape in parameters:
-            tensor = whole_in(file, getattr(parameter, which), "F32", shape, offset)
-            offset += tensor.size_bytes
-            found.append(tensor)
-        if (named := (offset - begin) // ITEM_BYTES) != count:
-            raise Unsupported(
-                f"import {where}: it has {count} parameters, and the names and shapes have {named}",
-                hint="are they those of the model that wrote it, in its order, with no frozen one left out?",
-            )
-    return found
-
-
-def whole_in(file: str, name: str, dtype: str, shape: tuple[int, ...], offset: int) -> WholeTensor:
-    """A tensor that lies whole at `offset` of a file, in C order."""
-    entry = TensorEntry(name=name, dtype=dtype, shape=shape, saved_offsets=(0,) * len(shape), offset=offset)
-    return WholeTensor(name, dtype, shape, (Part(file, entry),))

@@ -13,11 +13,10 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tierd.errors import Corrupt
 from tierd.format.boxes import Box, cover_problem, spanned_shape
-from tierd.format.shard import DTYPE_BYTES, Shard, TensorEntry, TensorSpec, plan_layout
+from tierd.format.shard import DTYPE_BYTES, Shard, TensorEntry
 
 HEADER_ALIGN_BYTES = 8  # as the safetensors library writes it
 
@@ -105,23 +104,6 @@ class WholeFile(AssembledFile):
         body = json.dumps(table, separators=(",", ":")).encode()
         body = body.ljust(-(-len(body) // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES)
         super().__init__(struct.pack("<Q", len(body)) + body, ordered)
-
-
-def as_shard(tensors: Sequence[WholeTensor], tierd: dict[str, Any]) -> AssembledFile:
-    """The same tensors as the one shard of a checkpoint. `tierd`: its metadata. Raises Unsupported as `plan_layout`."""
-    specs = [
-        TensorSpec(
-            name=tensor.name,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            saved_offsets=(0,) * len(tensor.shape),
-            torch_dtype=tensor.parts[0].entry.torch_dtype if tensor.parts else "",
-        )
-        for tensor in tensors
-    ]
-    layout = plan_layout(specs, tierd)
-    by_name = {tensor.name: tensor for tensor in tensors}
-    return AssembledFile(layout.encode_header(tierd), [by_name[entry.name] for entry in layout.tensors])
 
 
 def _pieces(tensor: WholeTensor, part: Part, at: int, begin: int, end: int) -> Iterator[Piece]:

@@ -26,9 +26,8 @@ class MemoryFile:
         self._fd = -1
 
     @property
-    def source(
-        self,
-    ) -> Source:  # no attribute: a cycle of references would keep the memory until Python looks for cycles
+    def source(self) -> Source:
+        # An attribute would be a cycle of references, and the memory would live on until Python looks for cycles.
         return Source(partial(self._pool.query, self._read), self._read)
 
     def begin(self, is_whole: bool) -> bool:
@@ -36,11 +35,12 @@ class MemoryFile:
         if self._fd >= 0:
             return True
         try:
-            self._fd = os.memfd_create("tierd-fetch", os.MFD_CLOEXEC)
-            weakref.finalize(self, os.close, self._fd)
-            os.ftruncate(self._fd, self._size_bytes)
+            fd = os.memfd_create("tierd-fetch", os.MFD_CLOEXEC)
+            weakref.finalize(self, os.close, fd)
+            os.ftruncate(fd, self._size_bytes)
         except OSError as error:
             raise Full(f"fetch {self.key} into memory: {error.strerror}") from error
+        self._fd = fd
         return False
 
     def exists(self) -> bool:
