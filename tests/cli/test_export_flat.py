@@ -14,6 +14,7 @@ from tierd_client import TrainingState
 from tests.support.cli import House, make_house
 from tests.support.state import Training, commit, stage
 from tierd.format import flat_file
+from tierd.format.whole import WholeTensor
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_what_a_flat_file_cannot_hold_is_refused_by_name(
 def test_2_to_the_31_parameters_are_refused() -> None:
     count = 1 << 31
     names = ("weight", "m", "v")
-    tensors = {name: flat_file.whole_in("shard", name, "F32", (count,), 0) for name in names}
+    tensors = {name: WholeTensor(name, "F32", (count,), ()) for name in names}
     parameter = flat_file.Parameter(name="weight", weight="weight", m="m", v="v")
     with pytest.raises(flat_file.Unsupported, match="2147483648 parameters; a flat file has at most 2147483647"):
         flat_file.assemble(tensors, [parameter], 5, where="run/5")
