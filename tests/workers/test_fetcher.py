@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -322,6 +323,30 @@ async def test_hot_is_full_and_memory_too(asked: Asked, monkeypatch: pytest.Monk
     with pytest.raises(Full):
         await asked.bring(None)
     assert in_memory() == 0
+
+
+@pytest.mark.usefixtures("full_hot")
+async def test_chunks_that_are_asked_for_later_must_fit_into_memory_too(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer asks for the headers first, which are small."""
+    monkeypatch.setattr(fetcher, "available_bytes", lambda: 4 * asked.headers_bytes)
+    assert await asked.bring(NOTHING)
+    with pytest.raises(Full, match="half of the available memory"):
+        await asked.bring(None)
+    assert asked.given_bytes() == asked.headers_bytes
+
+
+@pytest.mark.usefixtures("full_hot")
+async def test_fetches_into_memory_at_once_must_fit_together(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = msgspec.structs.replace(asked.entry.manifest, step=6)
+    begun = fetcher.Fetch(other, asked.rooms.hot_store, in_memory=True)  # nothing of it has arrived
+    asked.fetcher.in_memory.add(begun)
+    monkeypatch.setattr(fetcher, "available_bytes", lambda: 3 * other.size_bytes)
+    with pytest.raises(Full):
+        await asked.bring(None)
+    del begun
+    assert not await asked.bring(None)
 
 
 @pytest.mark.usefixtures("full_hot")

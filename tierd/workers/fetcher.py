@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import weakref
 from collections import defaultdict
@@ -33,6 +34,9 @@ log = logging.getLogger("tierd")
 
 IN_MEMORY_SHARE_MAX = 0.5  # of the memory that is available; training allocates its slots next
 IN_MEMORY_KEPT_S = 900.0  # after the last request of a rank; a trainer that was killed may ask again
+# After a fetch into memory has failed: its error refers to it in cycles, and the memory must not wait for Python's own
+# collections.
+COLLECTED_AFTER_S = 1.0
 NEARLY_ALL = 0.9  # of a checkpoint's bytes: then fetch the rest too, which makes it a hot replica
 
 OnProgress = Callable[[int, int], None]
@@ -60,7 +64,8 @@ class PeerFetches:
 
 
 class Fetcher:
-    """`from_peers`: of each run that is being restored from other nodes; its files are kept until it is restored."""
+    """`from_peers`: of each run that is being restored from other nodes; its files are kept until it is restored.
+    `in_memory`: the fetches into memory, of all runs."""
 
     def __init__(self, context: DaemonContext, make_room: MakeRoom = no_room) -> None:
         self._context = context
@@ -71,6 +76,7 @@ class Fetcher:
         self._locks: weakref.WeakValueDictionary[CheckpointId, asyncio.Lock] = weakref.WeakValueDictionary()
         self._parts: dict[Run, _PartialFetch] = {}  # the last of each run
         self.from_peers: dict[Run, PeerFetches] = {}
+        self.in_memory: weakref.WeakSet[Fetch] = weakref.WeakSet()
         self._sweeping = asyncio.Lock()  # while it is held, no fetch begins
         self._swept: set[Run] = set()
 
@@ -96,18 +102,29 @@ class Fetcher:
                 fetch.want(None)
             else:
                 fetch.want({file.name: indexes for file, indexes in zip(manifest.files, chunks, strict=False)})
-            while True:
-                part = await self._fetch_wanted(part, cold, on_progress)
-                fetch = part.fetch
-                # Hot keeps this node's part, not both.
-                if not fetch.is_whole or fetch.is_in_memory or entry.is_part_in(self._hot.name):
-                    self._keep(part)
-                    return await fetch.open_files(), not fetch.is_whole
-                async with self._context.lock(manifest.id):
-                    if await fetch.has_files_in_place():
-                        await self._commit(part, entry.all_milestones)
-                        return await self.open_hot(manifest), False
-                # Files that were here have been deleted meanwhile.
+            try:
+                return await self._bring(entry, part, cold, on_progress)
+            except TierdError:
+                if self.in_memory:
+                    asyncio.get_running_loop().call_later(COLLECTED_AFTER_S, gc.collect)
+                raise
+
+    async def _bring(
+        self, entry: Entry, part: _PartialFetch, cold: Tier, on_progress: OnProgress
+    ) -> tuple[list[int], bool]:
+        """As `bring`, of what `part` wants."""
+        while True:
+            part = await self._fetch_wanted(part, cold, on_progress)
+            fetch = part.fetch
+            # Hot keeps this node's part, not both.
+            if not fetch.is_whole or fetch.is_in_memory or entry.is_part_in(self._hot.name):
+                self._keep(part)
+                return await fetch.open_files(), not fetch.is_whole
+            async with self._context.lock(entry.id):
+                if await fetch.has_files_in_place():
+                    await self._commit(part, entry.all_milestones)
+                    return await self.open_hot(entry.manifest), False
+            # Files that were here have been deleted meanwhile.
 
     async def open_hot(self, manifest: Manifest) -> list[int]:
         """Descriptors of the files of a hot replica."""
@@ -174,12 +191,20 @@ class Fetcher:
     async def _into_memory(self, fetch: Fetch, error: TierdError) -> Fetch:
         """A fetch of the same chunks into memory. Raises `error`, for which hot refused them, if there is too little
         memory, and if it is the error of a fetch into memory."""
-        available = 0 if fetch.is_in_memory else await asyncio.to_thread(available_bytes)
-        if fetch.is_in_memory or fetch.wanted_bytes > IN_MEMORY_SHARE_MAX * available:
+        if fetch.is_in_memory or await self._lacks_memory(fetch.wanted_bytes):
             raise error
         log.warning("fetch %s into memory, because hot does not take it: %s", fetch.manifest.id, error.message)
         await self._remove_partials(fetch.manifest.id)
-        return fetch.into_memory()
+        into_memory = fetch.into_memory()
+        self.in_memory.add(into_memory)
+        return into_memory
+
+    async def _lacks_memory(self, need_bytes: int, *, of: Fetch | None = None) -> bool:
+        """Whether the share of the available memory is too small for `need_bytes`, beside what the fetches into memory
+        other than `of` still need."""
+        available = await asyncio.to_thread(available_bytes)
+        promised_bytes = sum(each.missing_bytes for each in self.in_memory if each is not of)
+        return promised_bytes + need_bytes > IN_MEMORY_SHARE_MAX * available
 
     async def _fetch_headers(self, fetch: Fetch, cold: Tier, on_progress: OnProgress) -> None:
         """Fetch the rest of headers that are longer than a chunk."""
@@ -191,6 +216,12 @@ class Fetcher:
     async def begin(self, fetch: Fetch, *, room_bytes_max: int | None = None) -> None:
         """Makes room in hot, of `room_bytes_max` at most, and files for what is missing."""
         if fetch.is_in_memory:
+            if await self._lacks_memory(fetch.missing_bytes, of=fetch):
+                raise Full(
+                    f"fetch {fetch.manifest.id} into memory: half of the available memory does not take "
+                    f"{fetch.missing_bytes} bytes",
+                    hint="free space in hot; docs/RUNBOOK.md#disk-full",
+                )
             await fetch.begin()
             return
         missing_space_bytes = await self._space.missing_bytes(fetch.missing_bytes)
