@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
-from tierd.catalog_entry import Entry, SentParts, TierKnowledge, view_of
+from tierd.catalog_entry import Entry, SentParts, TierKnowledge, deleted_in, view_of
 from tierd.claims import Claims
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.layout import manifest_key, parse_key
@@ -102,7 +102,7 @@ class Catalog:
         entry.tiers.add(tier)
         self._sent_parts.pop((tier, checkpoint), None)
         self.tiers[tier].missing.pop(checkpoint, None)
-        self.tiers[tier].gone -= {checkpoint}
+        self.tiers[tier].gone = {c: save for c, save in self.tiers[tier].gone.items() if c != checkpoint}
         self.saw_generation(checkpoint.run, checkpoint.generation)
         return entry
 
@@ -143,7 +143,7 @@ class Catalog:
         fingerprints: Mapping[CheckpointId, tuple[int, str]] = MappingProxyType({}),
         partial: Mapping[CheckpointId, float] = MappingProxyType({}),
         sent: Mapping[CheckpointId, SentParts] = MappingProxyType({}),
-        gone: Iterable[CheckpointId] = (),
+        gone: Mapping[CheckpointId, str | None] = MappingProxyType({}),
         newer_format: Iterable[CheckpointId] = (),
         foreign: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -153,7 +153,8 @@ class Catalog:
         damaged = {c: why for c, why in former.damaged.items() if c in listed or c in unreadable}
         changed = {c for c, change in self._changed.pop(tier, {}).items() if change > since}
         known = {checkpoint for checkpoint, entry in self._entries.items() if tier in entry.tiers}
-        buried = (frozenset(gone) - changed) | (former.gone & changed)
+        buried = {c: save for c, save in gone.items() if c not in changed}
+        buried |= {c: save for c, save in former.gone.items() if c in changed}
         has_changed = buried != former.gone
         for checkpoint in buried:  # a daemon has deleted it: that is no loss
             former.missing.pop(checkpoint, None)
@@ -273,10 +274,10 @@ class Catalog:
         self._touch(checkpoint, tier)
         self._sent_parts[tier, checkpoint] = None
 
-    def saw_gone(self, tier: str, checkpoint: CheckpointId) -> None:
-        """`tier` has a tombstone of it."""
+    def saw_gone(self, tier: str, checkpoint: CheckpointId, save: str | None) -> None:
+        """`tier` has a tombstone of it. `save`: see TierKnowledge."""
         self._touch(checkpoint, tier)
-        self.tiers[tier].gone |= {checkpoint}
+        self.tiers[tier].gone = {**self.tiers[tier].gone, checkpoint: save}
 
     # ── questions ──
 
@@ -363,13 +364,8 @@ class Catalog:
 
     def views(self) -> list[CheckpointView]:
         """The checkpoints as the lifecycle sees them."""
-        doubts = self.doubts()
-        return [view_of(entry, doubts.get(entry.id, ""), self._gone(entry)) for entry in self._entries.values()]
-
-    def _gone(self, entry: Entry) -> frozenset[str]:
-        """The tiers in which it was deleted, or that will not get this node's part of it."""
-        sent, tiers = self._sent_parts, self.tiers.items()
-        return frozenset(t for t, known in tiers if sent.get((t, entry.id), ...) is None or entry.id in known.gone)
+        doubts, tiers, sent = self.doubts(), self.tiers, self._sent_parts
+        return [view_of(e, doubts.get(e.id, ""), deleted_in(e, tiers, sent)) for e in self._entries.values()]
 
     def foreign(self) -> dict[tuple[str, str], str]:
         """Why a replica or marker is not one of this run's daemons, by (tier, key)."""

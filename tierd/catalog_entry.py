@@ -88,7 +88,8 @@ class TierKnowledge:
     """The last listing of a tier. `error`: why it is not known now. `fingerprints`: size and ETag of each manifest that
     was read; one that differs now is read again. `partial`: checkpoints without a manifest or with a
     tombstone, and when their newest file was written, in Unix time. `sent`: what nodes sent of those over several
-    nodes. `gone`: those with a tombstone: a daemon has deleted them there, while another one may still have them.
+    nodes. `gone`: those with a tombstone: a daemon has deleted them there, while another one may still have them. By
+    checkpoint the save digest of what was deleted: "" if the tombstone does not say it, None if it was not read.
     `damaged`: the unreadable ones whose bytes were found to be wrong, which no listing shows. `newer_format`: the
     unreadable ones that a later tierd wrote. `foreign`: replicas and markers that count for nothing, and why, by key.
     `missing`: replicas that were there and that a listing did not show any more, as they were."""
@@ -99,11 +100,27 @@ class TierKnowledge:
     fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)
     partial: Mapping[CheckpointId, float] = field(default_factory=dict[CheckpointId, float])
     sent: Mapping[CheckpointId, SentParts] = field(default_factory=dict[CheckpointId, SentParts])
-    gone: frozenset[CheckpointId] = frozenset()
+    gone: Mapping[CheckpointId, str | None] = field(default_factory=dict[CheckpointId, str | None])
     damaged: dict[CheckpointId, str] = field(default_factory=dict)
     newer_format: frozenset[CheckpointId] = frozenset()
     missing: dict[CheckpointId, CheckpointView] = field(default_factory=dict)
     foreign: dict[str, str] = field(default_factory=dict)
+
+    def has_deleted(self, manifest: Manifest) -> bool:
+        """Whether a daemon has deleted this checkpoint, and not another save of the same id."""
+        return self.gone.get(manifest.id) in ("", manifest.save_digest)
+
+
+def deleted_in(
+    entry: Entry, tiers: Mapping[str, TierKnowledge], sent: Mapping[tuple[str, CheckpointId], NodeFile | None]
+) -> frozenset[str]:
+    """The tiers in which the checkpoint was deleted, or that will not get this node's part of it. `sent`: the parts by
+    (tier, checkpoint); None: deleted there."""
+    return frozenset(
+        tier
+        for tier, knowledge in tiers.items()
+        if sent.get((tier, entry.id), ...) is None or knowledge.has_deleted(entry.manifest)
+    )
 
 
 def view_of(entry: Entry, doubt: str = "", gone: frozenset[str] = frozenset()) -> CheckpointView:

@@ -118,6 +118,7 @@ async def enter_listing(
     """Enter a listing of the whole tier that was begun when the catalog had `since` changes: it replaces what was
     known. Raises TierUnreachable when the manifests cannot be read."""
     listed = await _read(catalog, tier, listing, is_read_only=is_read_only)
+    gone = await _deleted_saves(catalog, tier, listing)
     catalog.enter_listing(
         tier.name,
         listed.replicas,
@@ -127,10 +128,19 @@ async def enter_listing(
         fingerprints={checkpoint: listing.fingerprints[checkpoint] for checkpoint in listed.replicas},
         partial=listing.partial,
         sent={c: SentParts(*sent) for c in listing.partial if (sent := listing.sent_ranks(c)) is not None},
-        gone=listing.gone,
+        gone=gone,
         newer_format=listed.newer_format,
         foreign=listed.foreign,
     )
+
+
+async def _deleted_saves(catalog: Catalog, tier: Tier, listing: Listing) -> dict[CheckpointId, str | None]:
+    """The checkpoints with a tombstone, and what it says; see TierKnowledge. It is read once, and only where another
+    tier has a checkpoint of this id: that may be another save."""
+    former = catalog.tiers[tier.name].gone
+    gone = {checkpoint: former.get(checkpoint) for checkpoint in listing.gone}
+    unread = [checkpoint for checkpoint, save in gone.items() if save is None and catalog.get(checkpoint)]
+    return gone | await tier.buried(unread)
 
 
 async def _enter_run(catalog: Catalog, tier: Tier, listing: Listing) -> None:

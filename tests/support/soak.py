@@ -50,9 +50,10 @@ class Footprint:
         return ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in asdict(self).items())
 
 
-# A few descriptors and tasks may be there at that moment: a file that is read, a connection that ends.
-# Pools start threads when they need them, each with up to three mappings; the allocator keeps what it has used once.
-SLACK = Footprint(descriptors=3, mappings=24, threads=6, tasks=3, slots=0, memory_mib=48)
+# A few descriptors and tasks may be there at that moment: a file that is read, a connection that ends. Pools start a
+# thread when no other is idle, long after the start too, each with up to three mappings; the allocator keeps what it
+# has used once.
+SLACK = Footprint(descriptors=3, mappings=36, threads=12, tasks=3, slots=0, memory_mib=48)
 
 
 def footprint(daemon: Daemon) -> Footprint:

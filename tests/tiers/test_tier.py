@@ -135,6 +135,22 @@ async def test_delete_leaves_a_tombstone_and_can_be_repeated(cold: Tier) -> None
     assert await keys_in(cold) == [TOMBSTONE]
 
 
+async def test_a_tombstone_says_which_save_was_deleted(cold: Tier) -> None:
+    """It differs between two starts that have claimed one generation. Older tombstones, and that of a checkpoint whose
+    manifest cannot be read, do not say it."""
+    other = manifest(created_at="2026-11-26T10:00:00.123+00:00")
+    assert other.save_digest != manifest().save_digest
+    await persist(cold, other)
+    await cold.delete(ID)
+    assert await cold.buried([ID]) == {ID: other.save_digest}
+    for raw, said in [(b'{"deleted":true}', {ID: ""}), (b"{", {})]:
+        await cold.store.delete([TOMBSTONE])
+        await cold.store.put_bytes(TOMBSTONE, raw)
+        assert await cold.buried([ID]) == said
+    await cold.store.delete([TOMBSTONE])
+    assert await cold.buried([ID]) == {}
+
+
 async def test_delete_from_hot_removes_everything(hot: Tier) -> None:
     """Only one daemon writes there."""
     await persist(hot, manifest())

@@ -20,12 +20,13 @@ from tierd.format import layout, wire
 from tierd.format.claim import Claim
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
-from tierd.format.manifest import Manifest
+from tierd.format.manifest import Manifest, encode_marker
 from tierd.format.node_file import NodeFile
 from tierd.format.signature import Keyring, new_key
+from tierd.format.tombstone import Tombstone
 from tierd.report import awaited_report
 from tierd.selectable import selectable_replicas
-from tierd.tiers.tier import GONE_CONTENT, Tier
+from tierd.tiers.tier import Tier
 from tierd.transfer.verify import verify_replica
 from tierd.workers.committer import HOME_S, LIST_MAX_S, LISTING_VALID_S, Committer
 from tierd.workers.reaper import Reaper
@@ -372,12 +373,12 @@ async def test_a_tombstone_that_is_not_signed_hides_no_checkpoint(tmp_path: Path
     async with rooms_at(tmp_path, keyring=Keyring([new_key()])) as rooms:
         manifest, cold = await rooms.commit("hot", "cold"), rooms.cold["cold"]
         tombstone = layout.file_key(manifest.id, layout.GONE)
-        await cold.store.put_bytes(tombstone, GONE_CONTENT)
+        await cold.store.put_bytes(tombstone, encode_marker(Tombstone()))
         listing = await cold.listing()
         assert listing.committed == {manifest.id}
         assert list(listing.foreign) == [tombstone]
         await cold.store.delete([tombstone])
-        await cold._put_marker(tombstone, GONE_CONTENT)  # pyright: ignore[reportPrivateUsage]
+        await cold._put_marker(tombstone, encode_marker(Tombstone()))  # pyright: ignore[reportPrivateUsage]
         assert set((await cold.listing()).partial) == {manifest.id}
 
 

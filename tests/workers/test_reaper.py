@@ -253,6 +253,24 @@ async def test_hot_replica_stays_when_the_marker_of_its_milestone_has_disappeare
     assert rooms.steps("hot") == [500, 400, 300, 200]
 
 
+@pytest.mark.parametrize("save", ["this one", "another one", "not known"])
+async def test_a_tombstone_of_another_save_with_the_same_id_leaves_hot_alone(tmp_path: Path, save: str) -> None:
+    """Two nodes had claimed one generation while cold did not answer, and the other one has deleted its own step 40
+    there. This node's step 40, the third, is selected for cold and is not there."""
+    config = LifecycleConfig(hot=TierPolicy(keep_last=1), cold=ColdPolicy(keep_last=1, keep_every=3))
+    async with rooms_at(tmp_path, lifecycle=config) as rooms:
+        mine = await rooms.commit("hot", step=40, sequence=3)
+        for step in (50, 60):
+            await rooms.commit("hot", "cold", step=step, sequence=step)
+        deleted = {"this one": mine.save_digest, "another one": "0" * 64, "not known": ""}[save]
+        await rooms.cold["cold"].bury(mine.id, deleted)
+        await rooms.look()
+        assert await reaper(rooms).run_once()
+        assert (40 in rooms.steps("hot")) == (save == "another one")
+        assert await rooms.replicator().run_once()
+        assert 40 not in rooms.steps("cold")  # not before the tombstone is cleared
+
+
 @pytest.mark.parametrize("tier", ["hot", "cold"])
 async def test_checkpoint_with_a_milestone_that_the_plan_did_not_know_stays(rooms: Rooms, tier: str) -> None:
     """Another machine may have set it after the last listing of the tier."""

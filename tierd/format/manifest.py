@@ -7,6 +7,7 @@ is refused.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -87,6 +88,13 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             return created.replace(tzinfo=UTC) if created.tzinfo is None else created.astimezone(UTC)
         except (ValueError, OverflowError):
             return None
+
+    @property
+    def save_digest(self) -> str:
+        """In hexadecimal, the same of the whole checkpoint and of its parts. It differs between two saves of one id:
+        two nodes may have claimed one generation while no cold tier answered."""
+        fields = (self.run, self.step, self.generation, self.sequence, self.world_size, self.created_at)
+        return hashlib.sha256(msgspec.json.encode((*fields, self.architecture_hash))).hexdigest()
 
     def encode(self) -> bytes:
         """The exact bytes of the file: indented JSON, in field order, ending in a newline."""

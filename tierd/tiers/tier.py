@@ -10,14 +10,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from tierd.errors import Foreign, NotFound, TierdError, TierUnreachable, Unsupported
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.claim import Claim, decode_claim
 from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run
-from tierd.format.manifest import Manifest, encode_marker
+from tierd.format.manifest import Manifest, decode, encode_marker
 from tierd.format.signature import Keyring
+from tierd.format.tombstone import Tombstone
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.cache import Fingerprint, ManifestCache
 from tierd.tiers.readable_tier import ReadableTier
@@ -25,7 +28,6 @@ from tierd.tiers.store import Store, StoredObject
 from tierd.tiers.tier_listing import Listing
 
 MARKERS_AT_ONCE = 256  # read in one call; each has 64 KiB at most
-GONE_CONTENT = encode_marker({"deleted": True})
 CLAIMS_KEPT = 16  # more than daemons that may claim at once, each from the same listing
 
 
@@ -224,14 +226,15 @@ class Tier(ReadableTier):
         found = (await self.store.get_many([key], size_max=self.manifest_bytes_max))[0] if key in keys else None
         if isinstance(found, NotFound):
             raise found
-        if nodes and self.name != HOT:
-            await self.bury(checkpoint)
         raw = found if isinstance(found, bytes) else None  # archived or damaged: it is deleted, but cannot be put back
+        save = _save_of(checkpoint, raw)
+        if nodes and self.name != HOT:
+            await self.bury(checkpoint, save)
         self.deleting.add(checkpoint)
         failpoint("tier.delete")
         await self.store.delete([key])
         if not nodes and self.name != HOT:
-            await self.bury(checkpoint)
+            await self.bury(checkpoint, save)
         if raw is not None:
             # `tierd milestone` writes its marker and then looks for the manifest. This deletes the manifest and then
             # looks for markers. So at least one of the two sees the other.
@@ -267,10 +270,26 @@ class Tier(ReadableTier):
             )
             raise
 
-    async def bury(self, checkpoint: CheckpointId) -> None:
-        """From now on the folder holds no checkpoint, whatever is written into it."""
+    async def bury(self, checkpoint: CheckpointId, save: str = "") -> None:
+        """From now on the folder holds no checkpoint, whatever is written into it. `save`: the digest of what is
+        deleted; empty if it is not known."""
+        content = encode_marker(Tombstone(save=save))
         with suppress(Foreign):  # one that somebody else has put there counts for nothing, and delays nothing
-            await self._put_marker(layout.file_key(checkpoint, layout.GONE), GONE_CONTENT)
+            await self._put_marker(layout.file_key(checkpoint, layout.GONE), content)
+
+    async def buried(self, checkpoints: Sequence[CheckpointId]) -> dict[CheckpointId, str]:
+        """What their tombstones say was deleted: the save digest, or "" if that was not known. Without those that are
+        gone by now or cannot be read."""
+        found: dict[CheckpointId, str] = {}
+        for begin in range(0, len(checkpoints), MARKERS_AT_ONCE):
+            batch = checkpoints[begin : begin + MARKERS_AT_ONCE]
+            keys = [layout.file_key(checkpoint, layout.GONE) for checkpoint in batch]
+            raws = await self.store.get_many(keys, size_max=MARKER_BYTES_MAX)
+            for checkpoint, raw in zip(batch, raws, strict=True):
+                with suppress(msgspec.DecodeError):
+                    if isinstance(raw, bytes):
+                        found[checkpoint] = msgspec.json.decode(raw, type=Tombstone).save
+        return found
 
     async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:
         failpoint("tier.mark")
@@ -325,3 +344,10 @@ class Tier(ReadableTier):
             return decode_claim(await self._marker(layout.generation_key(run, generation)))
         except Foreign:
             return None
+
+
+def _save_of(checkpoint: CheckpointId, raw: bytes | None) -> str:
+    """The save digest of a manifest; empty if there is none, or it cannot be decoded."""
+    with suppress(TierdError):
+        return "" if raw is None else decode(raw, where="a tier", expect=checkpoint).save_digest
+    return ""

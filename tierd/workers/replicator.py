@@ -238,7 +238,8 @@ class Replicator:
                 progress=progress,
             )
         if not is_committed:
-            self._catalog.saw_gone(self._cold.name, checkpoint)
+            deleted = await self._cold.buried([checkpoint])
+            self._catalog.saw_gone(self._cold.name, checkpoint, deleted.get(checkpoint))
             return
         failpoint("cold.copied")
         newest = self._catalog.newest(run, self._cold.name)

@@ -1,0 +1,15 @@
+"""The content of `gone.json`: which save was deleted.
+
+Spec: docs/FORMAT.md#markers.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
+    """`save`: the save digest of the checkpoint that was deleted; empty if it was not known, as in older versions."""
+
+    deleted: bool = True
+    save: str = ""
