@@ -161,7 +161,7 @@ def transfer(name: str, direction: str, url: str, prefix: str, size: str, root: 
 
 
 async def with_tierd(direction: str, url: str, prefix: str, size: str, root: Path) -> None:
-    from tierd.config import ColdConfig, LimitsConfig
+    from tierd.config.sections import ColdConfig, LimitsConfig
     from tierd.format.ids import checkpoint_id
     from tierd.s3.store import S3Store
     from tierd.tiers.checkpoint_copy import copy_checkpoint

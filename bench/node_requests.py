@@ -33,7 +33,7 @@ from tests.support.rooms import RUN, Rooms  # noqa: E402
 from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, rclone_server  # noqa: E402
 from tests.support.simulation.bucket import BucketClient, SimulatedBucket  # noqa: E402
 from tests.support.wire_peer import Peer  # noqa: E402
-from tierd.config import ColdConfig, Config, HotConfig, LimitsConfig  # noqa: E402
+from tierd.config.sections import ColdConfig, Config, HotConfig, LimitsConfig  # noqa: E402
 from tierd.format import checksum, layout, wire  # noqa: E402
 from tierd.format.ids import Generation, Rank, checkpoint_id  # noqa: E402
 from tierd.format.manifest import FileEntry, Head  # noqa: E402

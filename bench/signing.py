@@ -25,7 +25,7 @@ from states import build_state
 
 import tierd_client  # states.py has put it on the path  # isort: skip
 from tierd.format.digest import preferred
-from tierd.key_file import make_key_file
+from tierd.keys.key_file import make_key_file
 
 Timed = TypeVar("Timed")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierd.cadences import RUNS_MAX, Cadences
-from tierd.config import SnapshotConfig
+from tierd.config.sections import SnapshotConfig
 from tierd.format.ids import Run
 from tierd.lifecycle.cadence import FIRST_S, LEAST_S, MOST_S, PRIOR_MTBF_S, young_s
 

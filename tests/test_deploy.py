@@ -24,7 +24,8 @@ import yaml
 
 from tests.support.daemon import serving
 from tests.support.waiting import DEADLINE_S
-from tierd import config, config_file
+from tierd.config import file as config_file
+from tierd.config import sections as config
 from tierd.errors import EXIT_HALTED, BadConfig, LockHeld
 
 ROOT = Path(__file__).parents[1]

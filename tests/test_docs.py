@@ -18,7 +18,7 @@ from safetensors.torch import load
 from generators.pages import PAGES
 from tierd import __version__
 from tierd.cli.app import make_app
-from tierd.config import Config
+from tierd.config.sections import Config
 from tierd.format import checksum, layout, manifest, shard, wire
 from tierd.format.ids import Rank
 from tierd.format.node_file import NodeFile

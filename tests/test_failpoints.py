@@ -51,7 +51,7 @@ WITHOUT: dict[tuple[str, str], str] = {
     ("tierd/workers/write_through.py", "WriteThrough._write_to"): "the next daemon says it again: persist.answer",
     ("tierd/health/examiner.py", "Examiner._tell_trainers"): "the next daemon examines it and says it again",
     ("tierd/context.py", "DaemonContext.persisted"): "only makes the message: persist.answer, trainer.answer",
-    ("tierd/key_file.py", "make_key_file"): "a command: an incomplete key file is refused",
+    ("tierd/keys/key_file.py", "make_key_file"): "a command: an incomplete key file is refused",
     ("tierd/audit.py", "*"): "says what happened and decides nothing: a torn line is cut off by the next append",
     ("tierd/cli/demo.py", "*"): "a command: its folder is its own",
     ("tierd/cli/demo_nodes.py", "*"): "the same",

@@ -52,7 +52,7 @@ DOORS = {
         files={
             "tierd/tiers/new_file.py": "a put: written, fsynced, renamed",
             "tierd/tiers/tree.py": "new folders and deletions",
-            "tierd/key_file.py": "a new key file",
+            "tierd/keys/key_file.py": "a new key file",
             "tierd/audit.py": "events of the audit trail",
             "tierd/transfer/atomic_output.py": "a restored directory appears by one rename",
             "tierd/transfer/partial_file.py": "what is fetched over several lives",
@@ -88,7 +88,7 @@ DOORS = {
             }
         ),
         files={
-            "tierd/key_file.py": "a new key file",
+            "tierd/keys/key_file.py": "a new key file",
             "tierd/audit.py": "appends to the audit trail, and rotates it",
             "tierd/tiers/new_file.py": "a put",
             "tierd/tiers/tree.py": "folders and deletions",
@@ -130,7 +130,7 @@ DOORS = {
             "tierd/api/packets.py": "the trainers' socket",
             "tierd/api/trainer.py": "accepts on it",
             "tierd/api/operator_socket.py": "the CLI's side of it",
-            "tierd/config_file.py": "gethostname only",
+            "tierd/config/file.py": "gethostname only",
             "tierd/systemd.py": "sd_notify",
             "tierd/cli/demo_nodes.py": "a free port for torch.distributed",
             "tierd/peer.py": "the user at the other end",
@@ -147,7 +147,7 @@ DOORS = {
             "tierd/tiers/direct_io.py": "buffers aligned for O_DIRECT",
             "tierd/descriptors.py": "a manifest is sent in a memfd",
             "tierd/transfer/memory_file.py": "what hot does not take is fetched into a memfd",
-            "tierd/peer_certificate.py": "ssl reads the private key from a file",
+            "tierd/keys/peer_certificate.py": "ssl reads the private key from a file",
             "client/tierd_client/snapshot/slot.py": "creates the slots",
         },
     ),
@@ -185,8 +185,8 @@ DOORS = {
     "the environment": Door(
         names=frozenset({"os.environ", "os.getenv", "os.putenv", "os.environb"}),
         files={
-            "tierd/config_file.py": "TIERD_CONFIG, and what systemd passes to a service",
-            "tierd/config_environment.py": "TIERD_SECTION_KEY",
+            "tierd/config/file.py": "TIERD_CONFIG, and what systemd passes to a service",
+            "tierd/config/environment.py": "TIERD_SECTION_KEY",
             "tierd/failpoints.py": "which failpoints a test has armed",
             "client/tierd_client/connection.py": "TIERD_SOCKET and the like, and what launchers set for a rank",
             "client/tierd_client/frameworks/transformers.py": "TIERD_RESUME may be a path",
@@ -198,7 +198,7 @@ DOORS = {
         names=frozenset({"time.time", "time.time_ns", "datetime.datetime.now", "datetime.datetime.utcnow"}),
         files={
             "tierd/context.py": "the clock that workers are given",
-            "tierd/listing.py": "minutes since 1970 bound what a forged generation may be",
+            "tierd/catalog/listing.py": "minutes since 1970 bound what a forged generation may be",
             "tierd/cli/console.py": "hands `now` to the verbs",
             "client/tierd_client/snapshot/snapshotter.py": "created_at of a snapshot",
             "client/tierd_client/connection.py": "how much time there is until a deadline",
@@ -370,7 +370,10 @@ def test_import_aliases_are_resolved() -> None:
         ("tierd.daemon", ["torch", "numpy", "typer", "tierd_client"]),
         ("tierd.cli", ["torch", "numpy", "tierd_client", "boto3"]),
         ("tierd.format.wire", ["torch", "boto3", "aiohttp", "asyncio"]),
-        ("tierd_client", ["boto3", "botocore", "aiohttp", "typer", "prometheus_client", "tierd.config", "tierd.tiers"]),
+        (
+            "tierd_client",
+            ["boto3", "botocore", "aiohttp", "typer", "prometheus_client", "tierd.config", "tierd.tiers"],
+        ),
         ("tierd_client.frameworks", ["transformers", "accelerate", "lightning", "torchdata"]),
     ],
 )
@@ -441,7 +444,7 @@ TESTED_THROUGH: dict[str, str] = {
     "client/tierd_client/frameworks/dcp_contents.py": "client/frameworks/test_dcp.py",
     "client/tierd_client/state/entry_selection.py": "client/state/test_partial_restore.py",
     "client/tierd_client/state/torchdata.py": "client/state/test_full_state.py",
-    "tierd/claims.py": "security/test_signatures.py",
+    "tierd/catalog/claims.py": "security/test_signatures.py",
     "tierd/tiers/tier_listing.py": "tiers/test_tier.py",
     "tierd/cold_tier.py": "tiers/test_tier.py",
     "tierd/tiers/new_file.py": "tiers/test_directory.py",
@@ -460,9 +463,9 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/show.py": "cli/test_verbs.py",
     "tierd/cli/run_requests.py": "cli/test_stop.py",
     "tierd/cli/status.py": "cli/test_ls.py",
-    "tierd/config_reload.py": "e2e/test_cold_settings.py",
+    "tierd/config/reload.py": "e2e/test_cold_settings.py",
     "tierd/workers/drain.py": "test_daemon.py",
-    "tierd/lifecycle_report.py": "cli/test_verbs.py",
+    "tierd/status/lifecycle_report.py": "cli/test_verbs.py",
     "tierd/memory/run_memory.py": "memory/test_tier.py",
     "tierd/api/queue_reports.py": "api/test_operator.py",
 }

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from tests import test_identity
+from tests.catalog import test_identity
 from tests.memory import test_tier as test_memory
 from tests.security import test_config_owner
 from tests.support.rooms import Rooms, rooms_at
 from tests.tiers import test_directory, test_pool, test_tier
 from tests.workers import test_reaper
-from tierd import config_file
-from tierd.catalog import Catalog
-from tierd.identity import Identities
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.identity import Identities
+from tierd.config import file as config_file
 from tierd.lifecycle import policy
 from tierd.lifecycle.policy import Action
 from tierd.memory.tier import MemoryTier

@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.daemon import Daemon, serving
 from tests.support.waiting import wait_until
-from tierd.incidents import Incidents
 from tierd.loop_watchdog import INTERVAL_S, LoopWatchdog
 from tierd.metrics import Metrics
+from tierd.status.incidents import Incidents
 from tierd.systemd import Systemd
 
 WATCHDOG_S = 1.0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierd.config import DaemonConfig
+from tierd.config.sections import DaemonConfig
 from tierd.format.ids import Run
 from tierd.metrics import Metrics
 from tierd.throttle import HEADROOM, REPORTS_MIN, REPORTS_REMEMBERED, WriteThrottle

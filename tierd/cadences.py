@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-from tierd.config import SnapshotConfig
+from tierd.config.sections import SnapshotConfig
 from tierd.format.ids import Run
 from tierd.lifecycle.cadence import Choice, choose, estimate_mtbf_s
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tierd.access import PRIVATE, Access
-from tierd.config import ColdConfig, Config, LimitsConfig
-from tierd.config_file import cache_folder
+from tierd.config.file import cache_folder
+from tierd.config.sections import ColdConfig, Config, LimitsConfig
 from tierd.format.signature import Keyring
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.cache import ManifestCache

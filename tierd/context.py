@@ -17,8 +17,9 @@ import msgspec
 
 from tierd.audit import AuditTrail
 from tierd.cadences import Cadences
-from tierd.catalog import Catalog
-from tierd.config import Config
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.identity import Identities
+from tierd.config.sections import Config
 from tierd.copies import CopyRecords
 from tierd.format import wire
 from tierd.format.claim import Claim
@@ -27,13 +28,12 @@ from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.format.peers import NodeAddress, PeerAddress
 from tierd.format.signature import Keyring, SomeManifest
-from tierd.identity import Identities
-from tierd.incidents import Incidents
+from tierd.keys.peer_key import PeerKey
 from tierd.lifecycle.policy import HOT
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
-from tierd.peer_key import PeerKey
+from tierd.status.incidents import Incidents
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.part_copies import PartCopies

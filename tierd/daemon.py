@@ -29,11 +29,12 @@ from tierd.api.peer_parts import SERVED, PeerParts
 from tierd.api.trainer import TrainerDoor
 from tierd.audit import AuditTrail, TrailFiles
 from tierd.cadences import Cadences
-from tierd.catalog import Catalog
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.identity import Identities
 from tierd.cold_tier import log_exposed, open_cold_tier
-from tierd.config import ColdConfig, Config
-from tierd.config_file import check_user
-from tierd.config_reload import reloaded
+from tierd.config.file import check_user
+from tierd.config.reload import reloaded
+from tierd.config.sections import ColdConfig, Config
 from tierd.context import DaemonContext
 from tierd.descriptors import raise_descriptor_limit
 from tierd.errors import LockHeld, TierdError
@@ -41,15 +42,14 @@ from tierd.format import layout, wire
 from tierd.format.digest import preferred
 from tierd.format.ids import Run
 from tierd.health.examiner import Examiner
-from tierd.identity import Identities
-from tierd.incidents import Incidents
-from tierd.key_file import keyring_of
+from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
-from tierd.log_limit import LogLimit
 from tierd.loop_watchdog import LoopWatchdog
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.tier import MemoryTier
 from tierd.metrics import STAGES, Metrics
+from tierd.status.incidents import Incidents
+from tierd.status.log_limit import LogLimit
 from tierd.systemd import Systemd
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore

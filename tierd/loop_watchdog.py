@@ -17,8 +17,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from tierd.errors import Transient
-from tierd.incidents import Incidents
 from tierd.metrics import Metrics
+from tierd.status.incidents import Incidents
 from tierd.systemd import Systemd
 
 log = logging.getLogger("tierd")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tierd.config import DaemonConfig
+from tierd.config.sections import DaemonConfig
 from tierd.format.ids import Run
 from tierd.lifecycle.policy import HOT
 from tierd.metrics import Metrics

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.api.peer_parts import PIECE_BYTES, PeerParts
-from tierd.config import PeersConfig
+from tierd.config.sections import PeersConfig
 from tierd.format import wire
 from tierd.format.ids import Rank, Run, checkpoint_id
 from tierd.format.node_file import decode_node_file

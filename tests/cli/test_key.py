@@ -17,7 +17,7 @@ from tierd.format import digest, layout
 from tierd.format.ids import Run, checkpoint_id
 from tierd.format.manifest import Manifest, decode, encode_marker
 from tierd.format.signature import ED25519, Keyring, new_key, parse_keys
-from tierd.key_file import make_key_file
+from tierd.keys.key_file import make_key_file
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 from tierd.transfer.signing import Signing

@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 from tierd.api.operator_socket import find_nodes
 from tierd.format.ids import checkpoint_id
 from tierd.format.node_file import decode_node_file
-from tierd.key_file import make_key_file
+from tierd.keys.key_file import make_key_file
 
 
 def restore(nodes: HandmadeNodes, at: int, target: Path, *arguments: str) -> Any:

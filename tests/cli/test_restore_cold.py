@@ -25,7 +25,7 @@ from tests.support.s3 import BUCKET
 from tests.support.state import commit, shard_of
 from tests.support.waiting import wait_until
 from tierd.cli import opened_tiers
-from tierd.config import LimitsConfig
+from tierd.config.sections import LimitsConfig
 
 READS_IN_FLIGHT = LimitsConfig().parts_in_flight + 2  # the threads of a bucket's store
 CHUNK_BYTES = 1 << 20

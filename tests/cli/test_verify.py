@@ -15,7 +15,7 @@ from tests.support.cli import House, folder_of, make_checkpoint, make_house
 from tests.support.damage import WAYS, flip, rot
 from tests.support.s3 import BUCKET
 from tierd.cold_tier import open_cold_tier
-from tierd.config import ColdConfig, LimitsConfig
+from tierd.config.sections import ColdConfig, LimitsConfig
 from tierd.format import layout
 from tierd.format.manifest import Manifest
 from tierd.tiers.checkpoint_copy import copy_checkpoint

@@ -10,7 +10,7 @@ from tests.support.waiting import wait_until
 from tests.support.wire_peer import Peer
 from tierd.format import layout, wire
 from tierd.format.ids import Generation, Run
-from tierd.key_file import make_key_file
+from tierd.keys.key_file import make_key_file
 
 KEEP_ONE = "\n[lifecycle.hot]\nkeep_last = 1"
 CONTENT = b"x" * 64

@@ -15,7 +15,7 @@ from tests.support.s3 import BUCKET
 from tests.support.store_contract import BytesSource, content
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.wire_peer import Peer
-from tierd.config import LimitsConfig
+from tierd.config.sections import LimitsConfig
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import Manifest

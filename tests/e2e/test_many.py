@@ -15,7 +15,7 @@ from tests.support.cli import House, make_manifest
 from tests.support.daemon import serving
 from tests.support.s3 import BUCKET
 from tests.support.waiting import wait_until
-from tierd.config import LimitsConfig
+from tierd.config.sections import LimitsConfig
 from tierd.format import checksum, layout
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import file_entry

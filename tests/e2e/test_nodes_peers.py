@@ -19,7 +19,7 @@ from tests.support.daemon import Daemon
 from tests.support.nodes import connect_on, connected, nodes
 from tests.support.trainer import Training, joined, refusals, together
 from tests.support.waiting import wait_until
-from tierd.key_file import make_key_file
+from tierd.keys.key_file import make_key_file
 
 PEERS = '[peers]\nlisten = "127.0.0.1:0"'
 LARGE = 2048  # the width of a model with parameters that are written once over all nodes

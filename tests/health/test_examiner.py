@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.state import stage
-from tierd.config import HealthConfig
+from tierd.config.sections import HealthConfig
 from tierd.errors import Transient
 from tierd.format import wire
 from tierd.format.health import Diagnosis

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.policy import brief, by_replica, plan, view
-from tierd.config import ColdPolicy, LifecycleConfig
+from tierd.config.sections import ColdPolicy, LifecycleConfig
 from tierd.lifecycle.policy import HOT, Action, copies, explain, lasting
 
 DEFAULT = LifecycleConfig()

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import checkpoint_id
 from tierd.lifecycle.forecast import GIB, Forecast, forecast
 from tierd.lifecycle.policy import HOT, CheckpointView, kept

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.support.policy import brief, by_replica, plan, sequences, view
-from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, explain, kept
 
 DEFAULT = LifecycleConfig()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.policy import plan, sequences, view
-from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, Generation, Run, Step, checkpoint_id
 from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, kept
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.lifecycle.policy import Action, CheckpointView, Decision, explain
 from tierd.lifecycle.pressure import hot_deletions_for

@@ -23,7 +23,7 @@ from tests.support.framework_saves import (
     save_step_bin,
     state,
 )
-from tierd.config import WatchConfig
+from tierd.config.sections import WatchConfig
 from tierd.lifecycle.watched import PRESETS, Preset, Verdicts, judge, misfit, preset_of
 from tierd.transfer.source_tree import scan
 from tierd.transfer.watched_folder import listed, names, read_beside

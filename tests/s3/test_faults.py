@@ -20,13 +20,13 @@ from tests.support.cli import CHUNK_BYTES, assert_same_files, folder_of, make_ch
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.s3 import BUCKET
 from tests.support.s3_store import s3_store
-from tierd.config import ColdPolicy, LifecycleConfig
-from tierd.decisions import pending
+from tierd.catalog.decisions import pending
+from tierd.catalog.listing import refresh
+from tierd.config.sections import ColdPolicy, LifecycleConfig
 from tierd.errors import TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import Generation, Rank, checkpoint_id
 from tierd.format.manifest import Manifest
-from tierd.listing import refresh
 from tierd.tiers.checkpoint_copy import copy_checkpoint
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier

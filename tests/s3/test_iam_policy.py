@@ -13,7 +13,7 @@ from tests.support.bucket import Bucket
 from tests.support.s3 import ACCESS_KEY, BUCKET
 from tests.support.s3_store import s3_store
 from tests.support.store_contract import KEY, BytesSource, content, entry_of
-from tierd.config import ColdConfig
+from tierd.config.sections import ColdConfig
 from tierd.errors import TierUnreachable
 from tierd.s3.probe import BucketProbe
 from tierd.s3.requests import ACTIONS, DOCTOR_ACTIONS, NEEDED_ACTIONS

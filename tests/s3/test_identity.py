@@ -13,8 +13,8 @@ from tests.support.bucket import Bucket
 from tests.support.rooms import Rooms, rooms_at
 from tests.support.s3 import BUCKET
 from tests.support.s3_store import s3_store
-from tierd.config import ColdConfig
-from tierd.decisions import lost
+from tierd.catalog.decisions import lost
+from tierd.config.sections import ColdConfig
 from tierd.errors import BadConfig, TierUnreachable
 from tierd.format import layout
 from tierd.tiers.tier import Tier

@@ -15,7 +15,7 @@ from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY
 from tests.support.s3_store import s3_store
 from tests.support.store_contract import KEY, BytesSource, content
-from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.errors import Retained, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import Generation, Rank, checkpoint_id

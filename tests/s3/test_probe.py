@@ -13,7 +13,7 @@ import pytest
 from tests.support.bucket import Bucket, Stored, bucket_server
 from tests.support.s3 import BUCKET, rclone_server, silent_server
 from tests.support.s3_store import s3_store
-from tierd.config import ColdConfig
+from tierd.config.sections import ColdConfig
 from tierd.s3.probe import PREFIX, BucketProbe, endpoint_advice
 from tierd.s3.requests import DOCTOR_ACTIONS, NEEDED_ACTIONS
 from tierd.s3.upload import unfinished_uploads

@@ -13,7 +13,7 @@ from tests.support.s3 import BUCKET
 from tests.support.s3_store import s3_store
 from tests.support.store_contract import KEY, BytesSource, content, entry_of
 from tierd.cold_tier import open_cold_tier
-from tierd.config import ColdConfig, LimitsConfig
+from tierd.config.sections import ColdConfig, LimitsConfig
 from tierd.errors import TierUnreachable
 from tierd.format.manifest import Manifest
 from tierd.s3.store import S3Store

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.catalog.selectable import selectable_replicas
+from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId
 from tierd.format.signature import parse_keys
 from tierd.lifecycle.selection import CheckpointQuery, select
-from tierd.selectable import selectable_replicas
 from tierd.workers.reaper import Reaper
 
 KEYRING = parse_keys("hmac-sha256:" + "01" * 32, where="test")

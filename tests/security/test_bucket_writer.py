@@ -21,7 +21,7 @@ from tests.support.wire_peer import HELLO, Peer
 from tierd.errors import Foreign
 from tierd.format import checksum
 from tierd.format.layout import TIER_MARKERS, parse_tier_marker, tier_marker_key
-from tierd.key_file import make_key_file
+from tierd.keys.key_file import make_key_file
 
 DR = '[[cold]]\nname = "dr"\nurl = "file://dr"\n[security]\nkey_file = "key"'
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from tests.support.other_user import OTHER_UID, OtherUser, needs_root, open_folder
-from tierd.config import ColdConfig, Config, SecurityConfig
-from tierd.config_file import check_user, load
+from tierd.config.file import check_user, load
+from tierd.config.sections import ColdConfig, Config, SecurityConfig
 from tierd.errors import BadConfig, TierUnreachable
 from tierd.s3.client import RequestConnection, S3Client
 

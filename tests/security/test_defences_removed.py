@@ -47,11 +47,16 @@ def removed(item: str, defence: str, test: str, found: str, *edits: str) -> Remo
 ACCESS, PEER, CACHE, TREE = "tierd/access.py", "tierd/peer.py", "tierd/tiers/cache.py", "tierd/tiers/tree.py"
 ADMISSION, DOOR = "tierd/api/admission.py", "tierd/api/trainer.py"
 SECRETS, SECRET = "tierd/api/run_secrets.py", "tierd/format/run_secret.py"
-QUOTAS, HTTP, LISTING, CLAIMS = "tierd/api/quotas.py", "tierd/api/http_server.py", "tierd/listing.py", "tierd/claims.py"
+QUOTAS, HTTP, LISTING, CLAIMS = (
+    "tierd/api/quotas.py",
+    "tierd/api/http_server.py",
+    "tierd/catalog/listing.py",
+    "tierd/catalog/claims.py",
+)
 SIGNATURE, TIER, MEMORY = "tierd/format/signature.py", "tierd/tiers/tier.py", "tierd/memory/tier.py"
 READABLE_TIER = "tierd/tiers/readable_tier.py"
 OUTPUT, PARTIAL, LOCK = "tierd/transfer/atomic_output.py", "tierd/transfer/partial_file.py", "tierd/tiers/lock.py"
-CONFIG_FILE, TEXT = "tierd/config_file.py", "tierd/format/text.py"
+CONFIG_FILE, TEXT = "tierd/config/file.py", "tierd/format/text.py"
 
 SIGNED = [
     removed(
@@ -148,7 +153,7 @@ SIGNED = [
     ),
     removed(
         "1", "a key file that others may read is refused", "signatures::test_key_file_that_others_may_read_is_refused",
-        "Failed: DID NOT RAISE BadConfig", "tierd/key_file.py", "not_allowed = 0o077 if", "not_allowed = 0o022 if",
+        "Failed: DID NOT RAISE BadConfig", "tierd/keys/key_file.py", "not_allowed = 0o077 if", "not_allowed = 0o022 if",
     ),
     removed(
         "1", "the cache of manifests is checked with the keys",
@@ -169,7 +174,7 @@ SIGNED = [
     removed(
         "1", "a tier that was a place of its own keeps no daemon from starting",
         "bucket_writer::test_a_tier_that_is_named_as_another_one_keeps_no_daemon_from_starting",
-        "AssertionError: assert ' serves ' in", "tierd/identity.py",
+        "AssertionError: assert ' serves ' in", "tierd/catalog/identity.py",
         "expected not in identities and (error :=", "(error :=",
     ),
     removed(
@@ -489,18 +494,18 @@ LISTENER = [
     removed(
         "6", "the lines of one statement are limited",
         "http_listener::test_lines_of_one_statement_are_limited_and_those_left_out_are_counted",
-        "AssertionError: assert 1000 == 100", "tierd/log_limit.py", "        return lines.count <= LINES_MAX\n",
+        "AssertionError: assert 1000 == 100", "tierd/status/log_limit.py", "        return lines.count <= LINES_MAX\n",
         "        return True\n",
     ),
     removed(
         "6", "a peer does not choose what is counted apart",
         "http_listener::test_a_peer_cannot_choose_what_is_counted_apart", "AssertionError: assert 200 == 100",
-        "tierd/log_limit.py", "isinstance(first, str) and first in self._kinds", "isinstance(first, str)",
+        "tierd/status/log_limit.py", "isinstance(first, str) and first in self._kinds", "isinstance(first, str)",
     ),
     removed(
         "6", "the log of half-open connections is bounded",
         "http_listener::test_half_open_connections_leave_the_descriptors_to_the_trainers", "<= 100",
-        "tierd/log_limit.py", "        return lines.count <= LINES_MAX\n", "        return True\n",
+        "tierd/status/log_limit.py", "        return lines.count <= LINES_MAX\n", "        return True\n",
     ),
     removed(
         "6", "metrics need the token", "http_listener::test_with_a_token_only_probes_are_answered_without_it",
@@ -596,7 +601,7 @@ LIMITS = [
         "7", "the log of refused connections is limited",
         "trainer_limits::test_connections_that_are_refused_without_end_write_a_bounded_log",
         "AssertionError: assert 200 < 100", DOOR, "        if self._quotas.may_record_refusal(connection.peer_uid):\n",
-        "        if True:\n", "tierd/log_limit.py", "        return lines.count <= LINES_MAX\n",
+        "        if True:\n", "tierd/status/log_limit.py", "        return lines.count <= LINES_MAX\n",
         "        return True\n",
     ),
     removed(

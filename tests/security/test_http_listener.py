@@ -22,9 +22,9 @@ from tests.support.processes import run_tierd
 from tests.support.waiting import DEADLINE_S, wait_until
 from tierd.api import http_server
 from tierd.api.http_server import HttpServer, is_named, read_token
-from tierd.config import Config, DaemonConfig, LimitsConfig, ListenConfig
+from tierd.config.sections import Config, DaemonConfig, LimitsConfig, ListenConfig
 from tierd.errors import BadConfig
-from tierd.log_limit import LINES_MAX, PERIOD_S, LogLimit
+from tierd.status.log_limit import LINES_MAX, PERIOD_S, LogLimit
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CONNECTIONS = 4

@@ -14,7 +14,8 @@ from tests.support.daemon import Daemon
 from tests.support.other_user import OtherUser, become, needs_root, open_folder
 from tests.support.pod_trainer import environ_of_process, train_and_restore
 from tests.support.processes import run_tierd
-from tierd import config, config_file
+from tierd.config import file as config_file
+from tierd.config import sections as config
 
 FILE = Path(__file__).parents[2] / "deploy" / "kubernetes-two-users.yaml"
 

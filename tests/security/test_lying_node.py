@@ -16,7 +16,7 @@ from aiohttp import web
 
 from tests.support.lying_node import Answer, LyingNode, claimed_entry, entry_of, lying_node, node_file, shard_name
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import PeersConfig
+from tierd.config.sections import PeersConfig
 from tierd.context import Partner
 from tierd.descriptors import close_all
 from tierd.errors import Corrupt, Foreign, PeerUnreachable, TierdError, Transient
@@ -27,7 +27,7 @@ from tierd.format.manifest import FileEntry
 from tierd.format.node_file import NodeFile
 from tierd.format.peers import HeldPart, NodeAddress, NodeParts
 from tierd.format.signature import Keyring
-from tierd.key_file import new_key
+from tierd.keys.key_file import new_key
 from tierd.tiers import peer_store
 from tierd.tiers.node_parts import ask_nodes
 from tierd.tiers.part_copies import PartCopies

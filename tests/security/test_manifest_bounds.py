@@ -15,14 +15,14 @@ import pytest
 from tests.support.cli import House, folder_of, make_checkpoint, make_house, make_manifest
 from tests.support.daemon import Daemon
 from tests.support.wire_peer import Peer
-from tierd.catalog import Catalog
-from tierd.config import LimitsConfig
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.listing import refresh
+from tierd.config.sections import LimitsConfig
 from tierd.errors import Corrupt, TierdError, Unsupported
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.manifest import Manifest, file_entry
 from tierd.format.signature import new_key, parse_keys
-from tierd.listing import refresh
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 

@@ -15,7 +15,7 @@ from tests.support.handmade_nodes import handmade_nodes
 from tests.support.other_user import OtherUser, needs_root
 from tests.support.waiting import wait_until
 from tierd.format.ids import Run
-from tierd.peer_key import PeerKey
+from tierd.keys.peer_key import PeerKey
 
 __all__ = ["served"]
 CONNECTIONS = 300

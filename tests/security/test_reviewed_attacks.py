@@ -21,7 +21,7 @@ from tests.support.waiting import wait_until
 from tests.support.wire_peer import Peer
 from tierd.errors import TierUnreachable
 from tierd.format import wire
-from tierd.key_file import make_key_file
+from tierd.keys.key_file import make_key_file
 
 PATIENCE_S = 15.0
 NESTED = b'{"x":' + b"[" * 30_000 + b"]" * 30_000 + b"}\n"  # less than the 64 KiB of a marker

@@ -17,7 +17,7 @@ import pytest
 from tests.support.forgery import changed_with_the_same_crc
 from tests.support.other_user import OTHER_UID, OtherUser, needs_root, open_folder
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.errors import BadConfig, Corrupt, Foreign, TierdError
 from tierd.format import checksum, digest, layout, wire
 from tierd.format.claim import Claim
@@ -25,7 +25,7 @@ from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id, generation_limit
 from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest, decode, encode_marker, file_entry
 from tierd.format.signature import ED25519, HMAC, Keyring, new_key, parse_keys, without_signature
-from tierd.key_file import keyring_of, make_key_file, read_key_file
+from tierd.keys.key_file import keyring_of, make_key_file, read_key_file
 from tierd.tiers.chunks import ChunkSums
 from tierd.transfer.repair import repair_replica
 from tierd.transfer.verify import verify_replica

@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.support.cli import make_manifest
 from tests.support.simulation.bucket import BucketClient, SimulatedBucket
 from tests.support.store_contract import CHUNK_BYTES, KEY, BytesSource, StoreContract
-from tierd.config import ColdConfig, LimitsConfig
+from tierd.config.sections import ColdConfig, LimitsConfig
 from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import Rank, checkpoint_id

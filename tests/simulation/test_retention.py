@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from tests.support.simulation.retention import Id, Replica, RetentionWorld, folder_in_memory
-from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle import policy
 from tierd.lifecycle.policy import CheckpointView

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.simulation.slow_uploads import CHECKPOINTS, INTERVAL_S, KEEP_LAST, MILESTONE, simulate_uploads
-from tierd.catalog import Catalog
-from tierd.decisions import waiting
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.decisions import waiting
 from tierd.workers.persister import Persister
 
 SHORT = [(0.5, 0), (3.7, 10), (10.0, 10)]

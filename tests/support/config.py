@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tierd.config import ColdConfig, Config, DaemonConfig, HealthConfig, HotConfig, LimitsConfig
+from tierd.config.sections import ColdConfig, Config, DaemonConfig, HealthConfig, HotConfig, LimitsConfig
 
 
 def make_config(root: Path, *, cold: tuple[str | ColdConfig, ...] = ("cold",), **sections: Any) -> Config:

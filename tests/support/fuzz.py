@@ -25,7 +25,7 @@ import msgspec
 
 from tests.support.cli import make_manifest
 from tests.support.slots import make_sealed
-from tierd import config_file
+from tierd.config import file as config_file
 from tierd.errors import TierdError
 from tierd.format import audit, layout, tagged, wire
 from tierd.format.adopted import TREE_FILE, AdoptedTree, TreeEntry, decode_tree

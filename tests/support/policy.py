@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
 
-from tierd.config import LifecycleConfig, TierPolicy
+from tierd.config.sections import LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.lifecycle.policy import Action, CheckpointView, Decision, copies, deletions, explain
 

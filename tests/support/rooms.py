@@ -14,8 +14,10 @@ from tests.support.cli import content, make_manifest
 from tests.support.config import make_config
 from tests.support.slots import make_memfd, make_sealed
 from tests.support.store_contract import BytesSource
-from tierd.catalog import Catalog
-from tierd.config import Config
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.identity import Identities
+from tierd.catalog.listing import refresh
+from tierd.config.sections import Config
 from tierd.context import DaemonContext
 from tierd.format import layout, wire
 from tierd.format.checksum import CHUNK_BYTES
@@ -23,13 +25,11 @@ from tierd.format.digest import preferred
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.format.signature import Keyring
-from tierd.identity import Identities
-from tierd.incidents import Incidents
-from tierd.listing import refresh
 from tierd.memory.slot import MappedSlot, SlotEvent
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
+from tierd.status.incidents import Incidents
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tierd.config import ColdConfig, LimitsConfig
+from tierd.config.sections import ColdConfig, LimitsConfig
 from tierd.s3.store import S3Store
 
 _LIMITS = frozenset(LimitsConfig.__struct_fields__)

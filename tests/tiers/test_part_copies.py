@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.cli import make_part
 from tests.support.config import make_config
-from tierd.config import Config
+from tierd.config.sections import Config
 from tierd.format import layout
 from tierd.format.node_file import NodeFile
 from tierd.tiers.directory import DirectoryStore

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from tierd.errors import BadRequest, Corrupt, NotFound, PeerRestarted, PeerUnreachable
 from tierd.format.peers import PeerAddress
-from tierd.peer_certificate import make_certificate
+from tierd.keys.peer_certificate import make_certificate
 from tierd.tiers import peer_store
 from tierd.tiers.peer_store import ATTEMPTS, PeerStore
 from tierd.tiers.store import Progress

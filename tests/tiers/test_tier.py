@@ -14,7 +14,7 @@ from tests.support.kill import kill_when_stalled
 from tests.support.s3 import BUCKET, faulty_proxy
 from tests.support.store_contract import BytesSource, content, entry_of
 from tierd.cold_tier import open_cold_tier
-from tierd.config import ColdConfig, LimitsConfig
+from tierd.config.sections import ColdConfig, LimitsConfig
 from tierd.errors import Corrupt, NewerFormat, NotFound, TierdError, TierUnreachable, Unsupported
 from tierd.format import layout
 from tierd.format.claim import Claim

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import ColdConfig, HealthConfig, TierPolicy
-from tierd.decisions import decisions, deletions, pending
+from tierd.catalog.decisions import decisions, deletions, pending
+from tierd.catalog.selectable import selectable_replicas
+from tierd.config.sections import ColdConfig, HealthConfig, TierPolicy
 from tierd.errors import Corrupt, NotFound, TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.claim import Claim
@@ -24,8 +25,7 @@ from tierd.format.manifest import Manifest, encode_marker
 from tierd.format.node_file import NodeFile
 from tierd.format.signature import Keyring, new_key
 from tierd.format.tombstone import Tombstone
-from tierd.report import awaited_report
-from tierd.selectable import selectable_replicas
+from tierd.status.report import awaited_report
 from tierd.tiers.tier import Tier
 from tierd.transfer.verify import verify_replica
 from tierd.workers.committer import HOME_S, LIST_MAX_S, LISTING_VALID_S, Committer

@@ -15,7 +15,7 @@ from tests.support.daemon import serving
 from tests.support.damage import flip
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.waiting import wait_until
-from tierd.config import DrillConfig
+from tierd.config.sections import DrillConfig
 from tierd.workers import driller
 from tierd.workers.driller import Driller
 

@@ -16,7 +16,7 @@ import torch
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.state import commit, shard_of
 from tests.support.waiting import wait_until
-from tierd.catalog_entry import Entry
+from tierd.catalog.entry import Entry
 from tierd.descriptors import close_all
 from tierd.errors import Corrupt, Full, TierUnreachable
 from tierd.format import wire

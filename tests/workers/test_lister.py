@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.decisions import lost, pending
+from tierd.catalog.decisions import lost, pending
+from tierd.catalog.listing import refresh
 from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, checkpoint_id
-from tierd.listing import refresh
 from tierd.tiers.store import StoredObject
 from tierd.workers.lister import DELETION_S, Lister
 from tierd.workers.reaper import Reaper

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.rooms import rooms_at
 from tests.workers.test_committer import WORLD_SIZE, Node, Nodes, id_of, nodes  # noqa: F401
-from tierd.decisions import decisions, pending
+from tierd.catalog.decisions import decisions, pending
 from tierd.descriptors import close_all
 from tierd.format import layout
 from tierd.format.health import Diagnosis

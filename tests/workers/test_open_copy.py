@@ -15,7 +15,7 @@ import torch
 from tests.support.cli import make_part
 from tests.support.rooms import Rooms, rooms_at
 from tests.support.state import entry_of, shard_of
-from tierd.config import HealthConfig
+from tierd.config.sections import HealthConfig
 from tierd.descriptors import close_all
 from tierd.errors import NotFound, Unhealthy
 from tierd.format import layout

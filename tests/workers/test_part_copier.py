@@ -17,7 +17,7 @@ from tests.support.cli import flip_a_bit
 from tests.support.damage import cut, flip, lose
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.api.peer_parts import PeerParts
-from tierd.config import PeersConfig
+from tierd.config.sections import PeersConfig
 from tierd.context import Partner
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Generation, checkpoint_id
@@ -25,7 +25,7 @@ from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.format.peers import PeerAddress
 from tierd.format.signature import Keyring
-from tierd.key_file import new_key
+from tierd.keys.key_file import new_key
 from tierd.tiers import new_file, peer_store
 from tierd.tiers import tier as tier_module
 from tierd.tiers.part_copies import PartCopies

@@ -14,7 +14,7 @@ import pytest
 from tests.health.test_examiner import shard
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.api.peer_parts import PeerParts
-from tierd.config import ColdConfig, HealthConfig, PeersConfig
+from tierd.config.sections import ColdConfig, HealthConfig, PeersConfig
 from tierd.context import DaemonContext
 from tierd.format import layout, wire
 from tierd.format.claim import Claim

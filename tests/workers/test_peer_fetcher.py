@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.api.peer_parts import PeerParts
-from tierd.config import PeersConfig
+from tierd.config.sections import PeersConfig
 from tierd.descriptors import close_all
 from tierd.errors import BadRequest, Corrupt, NotFound, PeerUnreachable
 from tierd.format import wire

@@ -15,11 +15,11 @@ import pytest
 
 from tests.support.cli import content
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.catalog.listing import next_sequence
 from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import decode
-from tierd.listing import next_sequence
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.tiers import direct_io
 

@@ -13,13 +13,13 @@ import pytest
 
 from tests.support.hung_directory import hung_directory
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
-from tierd.decisions import HaltReason, decisions, halted, pending, to_reap
+from tierd.catalog.decisions import HaltReason, decisions, halted, pending, to_reap
+from tierd.catalog.listing import refresh
+from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.errors import Retained, TierUnreachable
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Action, deletions
-from tierd.listing import refresh
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import StoredObject
 from tierd.workers.reaper import RETENTION_S_MAX, RETENTION_S_MIN, Reaper, Retentions

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.decisions import HaltReason, halted
+from tierd.catalog.decisions import HaltReason, halted
+from tierd.catalog.listing import refresh
 from tierd.errors import TierUnreachable
 from tierd.format.claim import Claim
 from tierd.format.ids import checkpoint_id
-from tierd.listing import refresh
 from tierd.tiers.store import StoredObject
 from tierd.transfer.partial_file import partial_name
 from tierd.workers.lister import Lister

@@ -12,13 +12,13 @@ import pytest
 
 from tests.support.cli import assert_same_files, flip_a_bit
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import ColdPolicy, LifecycleConfig
-from tierd.decisions import decisions, deletions, pending, waiting
+from tierd.catalog.decisions import decisions, deletions, pending, waiting
+from tierd.catalog.listing import refresh
+from tierd.config.sections import ColdPolicy, LifecycleConfig
 from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Action
-from tierd.listing import refresh
 from tierd.tiers.store import StoredObject
 from tierd.workers.replicator import SEND_AGAIN_S
 

@@ -20,7 +20,8 @@ from tests.support.cli import content, flip_a_bit
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.store_contract import BytesSource
 from tests.support.waiting import wait_until
-from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.catalog.listing import enter_listing
+from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.descriptors import close_all
 from tierd.errors import (
     BadRequest,
@@ -37,7 +38,6 @@ from tierd.errors import (
 from tierd.format import checksum, layout, wire
 from tierd.format.ids import CheckpointId, Rank, Run, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest
-from tierd.listing import enter_listing
 from tierd.memory import tier as memory_module
 from tierd.memory.slot import SlotEvent
 from tierd.tiers import direct_io

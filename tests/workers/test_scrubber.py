@@ -18,12 +18,12 @@ from tests.support.rooms import Rooms, rooms_at
 from tests.support.s3 import BUCKET
 from tests.support.s3_store import s3_store
 from tests.support.waiting import wait_until
-from tierd.config import LimitsConfig, ScrubConfig
-from tierd.decisions import HaltReason, decisions, halted
+from tierd.catalog.decisions import HaltReason, decisions, halted
+from tierd.catalog.listing import refresh
+from tierd.config.sections import LimitsConfig, ScrubConfig
 from tierd.errors import TierUnreachable
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import deletions
-from tierd.listing import refresh
 from tierd.tiers.checkpoint_copy import copy_checkpoint
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import ColdPolicy, LifecycleConfig
+from tierd.catalog.listing import refresh
+from tierd.config.sections import ColdPolicy, LifecycleConfig
 from tierd.copies import Reason
 from tierd.errors import TierUnreachable
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, checkpoint_id
-from tierd.listing import refresh
 from tierd.workers.reaper import Reaper
 
 LAST_THREE = LifecycleConfig(cold=ColdPolicy(keep_every=0))

@@ -11,7 +11,7 @@ import pytest
 from tests.support.cli import content
 from tests.support.ext4 import make_image, mounted, run
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.descriptors import close_all
 from tierd.format import wire
 from tierd.format.ids import CheckpointId, checkpoint_id

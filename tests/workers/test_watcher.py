@@ -26,7 +26,7 @@ from tests.support.framework_saves import (
 from tests.support.other_user import OtherUser, needs_root, open_folder
 from tests.support.rooms import Rooms, rooms_at
 from tests.support.small_disk import small_disk
-from tierd.config import ColdConfig, DaemonConfig, LifecycleConfig, TierPolicy, WatchConfig
+from tierd.config.sections import ColdConfig, DaemonConfig, LifecycleConfig, TierPolicy, WatchConfig
 from tierd.format import layout
 from tierd.format.ids import Run, checkpoint_id
 from tierd.format.signature import new_key, parse_keys

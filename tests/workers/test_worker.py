@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tierd.config import LimitsConfig
+from tierd.config.sections import LimitsConfig
 from tierd.errors import Transient
 from tierd.workers.worker import Wake, run_forever
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd import listing
+from tierd.catalog import listing
 from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.health import Diagnosis

@@ -24,6 +24,7 @@ from tierd.api.quotas import Quotas
 from tierd.api.run_secrets import RunSecrets
 from tierd.api.session import FIRST, NO_RANK, SlotWriter, TrainerSession, refused
 from tierd.audit import Who
+from tierd.catalog.listing import next_sequence
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all, open_all
 from tierd.errors import BadRequest, Full, Stale, TierdError, TierUnreachable, WrongSecret
@@ -35,7 +36,6 @@ from tierd.format.ids import GENERATION_SEEN_MAX, WORLD_SIZE_MAX, Generation, Ra
 from tierd.format.node_file import ranks_text
 from tierd.format.text import printable
 from tierd.lifecycle.policy import HOT
-from tierd.listing import next_sequence
 from tierd.memory.slot import MappedSlot, SlotState
 from tierd.tiers.tier import Tier
 from tierd.workers.restorer import Restorer

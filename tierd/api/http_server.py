@@ -27,7 +27,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from tierd.api.port_occupant import port_occupant
-from tierd.config import Config, split_address
+from tierd.config.sections import Config, split_address
 from tierd.errors import BadConfig
 
 log = logging.getLogger("tierd")

@@ -19,25 +19,25 @@ from aiohttp import web
 from msgspec import UNSET
 
 import tierd
-from tierd.alarm_rules import alarms
 from tierd.api.queue_reports import queue_reports
 from tierd.api.status_page import render
-from tierd.catalog_entry import Entry
-from tierd.checkpoint_report import checkpoint_report, checkpoint_rows, read_diagnosis
+from tierd.catalog.decisions import halted, to_reap
+from tierd.catalog.entry import Entry
 from tierd.context import DaemonContext
-from tierd.decisions import halted, to_reap
 from tierd.format.ids import Run, is_run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.format.text import printable, printable_json
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
-from tierd.lifecycle_report import lifecycle_report
 from tierd.memory.outcomes import ENDED_RECENT_S
 from tierd.memory.progress import Pause
 from tierd.memory.slot import SlotState
 from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX
-from tierd.report import (
+from tierd.status.alarm_rules import alarms
+from tierd.status.checkpoint_report import checkpoint_report, checkpoint_rows, read_diagnosis
+from tierd.status.lifecycle_report import lifecycle_report
+from tierd.status.report import (
     LOOK_S,
     CadenceReport,
     FailureReport,
@@ -59,7 +59,7 @@ from tierd.report import (
     sources_of,
     tier_report,
 )
-from tierd.work_at_risk import RiskReport, work_at_risk
+from tierd.status.work_at_risk import RiskReport, work_at_risk
 from tierd.workers.lister import Lister
 from tierd.workers.roster_reader import RosterReader
 from tierd.workers.watcher import Watcher

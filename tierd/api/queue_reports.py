@@ -6,10 +6,10 @@ import math
 import time
 from collections.abc import Sequence
 
+from tierd.catalog.decisions import waiting
 from tierd.context import DaemonContext
-from tierd.decisions import waiting
 from tierd.lifecycle.policy import HOT
-from tierd.report import QueueReport, age_s
+from tierd.status.report import QueueReport, age_s
 
 
 def queue_reports(context: DaemonContext) -> list[QueueReport]:

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Collection
 
-from tierd.config import LimitsConfig
+from tierd.config.sections import LimitsConfig
 from tierd.errors import Full
 from tierd.format.ids import Run
 from tierd.memory.tier import MemoryTier

@@ -8,7 +8,7 @@ from msgspec import UNSET
 
 from tierd.format.text import printable, size
 from tierd.lifecycle.selection import MEMORY
-from tierd.report import FailureReport, StatusReport
+from tierd.status.report import FailureReport, StatusReport
 
 
 def render(status: StatusReport) -> str:

@@ -13,22 +13,22 @@ from typing import Annotated
 import msgspec
 import typer
 
+from tierd.catalog.identity import Identities
+from tierd.catalog.listing import refresh_run
 from tierd.cli import options
 from tierd.cli.console import duration, now, print_report, progress_bar, size
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import OpenedTiers, open_tiers
 from tierd.cli.options import settings_of
-from tierd.config import Config
+from tierd.config.sections import Config
 from tierd.errors import BadConfig, TargetNotEmpty
 from tierd.format.audit import Action
 from tierd.format.digest import preferred
 from tierd.format.ids import CheckpointId, check_run
 from tierd.format.manifest import Manifest
 from tierd.format.signature import Keyring
-from tierd.identity import Identities
-from tierd.key_file import keyring_of
+from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
-from tierd.listing import refresh_run
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.pool import ThreadPool
 from tierd.tiers.run_lock import run_lock

@@ -26,7 +26,7 @@ import typer
 
 from tierd.cli.console import print_note, print_result
 from tierd.cli.options import Settings, settings_of
-from tierd.config_environment import unknown_names
+from tierd.config.environment import unknown_names
 from tierd.errors import TierdError
 
 P = ParamSpec("P")

@@ -18,7 +18,7 @@ from tierd.cli.console import duration, print_json, print_result, table
 from tierd.cli.options import settings_of
 from tierd.errors import BadConfig
 from tierd.lifecycle.cadence import Costs, Outcome, daly_s, gpus_mtbf_s, outcome, young_s
-from tierd.report import CostReport, CostsReport
+from tierd.status.report import CostReport, CostsReport
 
 LADDER_S = (60.0, 300.0, 900.0, 3600.0, 4 * 3600.0)  # what people choose, beside fractions of the best interval
 FRACTIONS = (0.25, 0.5, 2.0, 4.0)

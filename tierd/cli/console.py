@@ -17,7 +17,7 @@ import typer
 from tierd.format.text import duration as duration
 from tierd.format.text import printable, printable_json
 from tierd.format.text import size as size
-from tierd.report import age_s
+from tierd.status.report import age_s
 from tierd.tiers.store import Progress
 
 T = TypeVar("T")

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tierd.checkpoint_report import CheckpointReport, CheckpointRow
-from tierd.config import Config
+from tierd.config.sections import Config
 from tierd.errors import DaemonUnreachable, NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.selection import MEMORY
-from tierd.report import LOOK_S, HolderReport, StatusReport
+from tierd.status.checkpoint_report import CheckpointReport, CheckpointRow
+from tierd.status.report import LOOK_S, HolderReport, StatusReport
 from tierd.tiers.lock import locked_by
 
 TIMEOUT_S = 3.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from tierd.cli import daemon_http
 from tierd.cli.console import print_note, table
 from tierd.cli.demo_run import RUN, DemoRun, event_row
-from tierd.config_file import load
+from tierd.config.file import load
 from tierd.format import layout
 from tierd.format.ids import parse_name
 

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from tierd.catalog.selectable import selectable_replicas
 from tierd.cli import options
 from tierd.cli.console import print_report, print_result, progress_bar, table
 from tierd.cli.opened_tiers import OpenedTiers, open_tiers
 from tierd.cli.options import check_one_place, parse_query, settings_of
 from tierd.cli.replicas import Replicas
-from tierd.config import Config
+from tierd.config.sections import Config
 from tierd.errors import BadConfig, Unsupported
 from tierd.format.boxes import common_runs
 from tierd.format.shard import DTYPE_BYTES, Shard
 from tierd.format.whole import Part, WholeTensor, whole_tensors
 from tierd.lifecycle.selection import AUTO, CheckpointQuery
-from tierd.selectable import selectable_replicas
 from tierd.tiers.store import Progress
 from tierd.transfer.verified_reader import VerifiedReader
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 import typer
 
-from tierd import __version__, config_file
+from tierd import __version__
 from tierd.access import others_can_write
+from tierd.catalog.identity import Identities
 from tierd.cgroup import memory_limit
 from tierd.cli import daemon_http, options
 from tierd.cli.console import now, print_report, print_result
@@ -26,10 +27,10 @@ from tierd.cli.opened_tiers import open_tiers, open_unlisted
 from tierd.cli.options import Settings, check_tier, settings_of
 from tierd.cli.peer_checks import check_peers
 from tierd.cold_tier import exposed
-from tierd.config import ColdConfig, Config
+from tierd.config import file as config_file
+from tierd.config.sections import ColdConfig, Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierdError, TierUnreachable
-from tierd.identity import Identities
-from tierd.key_file import keyring_of
+from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.probe import Advice, is_same_disk, probe_directory, probe_memory, probe_space, problem_of

@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from tierd.catalog.selectable import selectable_replicas
 from tierd.cli import options
 from tierd.cli.console import duration, print_report, print_result, progress_bar, size, table
 from tierd.cli.opened_tiers import OpenedTiers, exit_code, open_tiers
@@ -20,7 +21,6 @@ from tierd.cli.options import check_one_place, parse_query, settings_of
 from tierd.errors import NotFound, TierdError
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.selection import CheckpointQuery, select
-from tierd.selectable import selectable_replicas
 from tierd.transfer.drill import drill as drill_replica
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from tierd.catalog.selectable import selectable_replicas
 from tierd.cli import options
 from tierd.cli.console import print_report, print_result
 from tierd.cli.milestone import mark
@@ -19,7 +20,6 @@ from tierd.cli.options import parse_query, settings_of
 from tierd.errors import BadConfig, TargetNotEmpty, Unsupported
 from tierd.format.ids import check_run
 from tierd.lifecycle.selection import select
-from tierd.selectable import selectable_replicas
 
 NAME_CHARS_MAX = 64  # of a milestone
 

@@ -16,12 +16,12 @@ from tierd.cli.console import print_note, print_result
 from tierd.cli.log import record
 from tierd.cli.opened_tiers import exit_code, open_tiers
 from tierd.cli.options import settings_of
-from tierd.config import Config
+from tierd.config.sections import Config
 from tierd.errors import BadConfig
 from tierd.format import audit
 from tierd.format.ids import Run, check_run
 from tierd.format.signature import ED25519, HMAC, Keyring
-from tierd.key_file import keyring_of, make_key_file, read_key_file
+from tierd.keys.key_file import keyring_of, make_key_file, read_key_file
 from tierd.tiers.lock import Lock
 from tierd.transfer.signing import Signing, UnsignedFile
 

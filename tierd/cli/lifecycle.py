@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
+from tierd.catalog.decisions import halted
 from tierd.cli import options
 from tierd.cli.console import duration, print_json, print_note, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import settings_of
-from tierd.decisions import halted
 from tierd.format.ids import check_run
 from tierd.lifecycle.forecast import GIB, Forecast
 from tierd.lifecycle.policy import HOT
-from tierd.lifecycle_report import lifecycle_report
+from tierd.status.lifecycle_report import lifecycle_report
 
 
 async def lifecycle(

@@ -21,12 +21,12 @@ from tierd.audit import AuditTrail, TrailFiles, Who
 from tierd.cli import options
 from tierd.cli.console import now, print_json, print_note, print_result
 from tierd.cli.options import settings_of
-from tierd.config import Config
+from tierd.config.sections import Config
 from tierd.errors import BadConfig, Corrupt, NotFound, TierdError
 from tierd.format import audit
 from tierd.format.audit import Action, Event
 from tierd.format.ids import CheckpointId, check_run
-from tierd.key_file import keyring_of
+from tierd.keys.key_file import keyring_of
 from tierd.tiers.tree import translated
 
 _AGE = re.compile(r"([0-9]{1,5})([mhd])")

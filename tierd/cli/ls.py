@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 from msgspec import UNSET
 
-from tierd.checkpoint_report import CheckpointRow, checkpoint_rows
 from tierd.cli import daemon_http, options
 from tierd.cli.console import age, duration, metrics_line, print_json, print_note, size, table
 from tierd.cli.opened_tiers import PARTIAL, open_tiers
@@ -24,7 +23,8 @@ from tierd.errors import BadConfig
 from tierd.format.ids import check_run
 from tierd.format.manifest import NOT_FINITE
 from tierd.lifecycle.selection import MEMORY, CheckpointQuery
-from tierd.report import LOOK_S, tiers_text
+from tierd.status.checkpoint_report import CheckpointRow, checkpoint_rows
+from tierd.status.report import LOOK_S, tiers_text
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
-from tierd.config import Config
-from tierd.config_file import run_proof
+from tierd.config.file import run_proof
+from tierd.config.sections import Config
 from tierd.descriptors import close_all, read_all
 from tierd.errors import Corrupt, NotFound, TierdError
 from tierd.format import layout

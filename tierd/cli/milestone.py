@@ -10,6 +10,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from tierd.catalog.listing import files_of
+from tierd.catalog.selectable import selectable_replicas
 from tierd.cli import options
 from tierd.cli.console import now, print_report
 from tierd.cli.log import check_key, record
@@ -20,8 +22,6 @@ from tierd.format import layout
 from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle.selection import CheckpointQuery, select
-from tierd.listing import files_of
-from tierd.selectable import selectable_replicas
 
 _INCOMPLETE_HINT = (
     "mark it on any node once a cold tier has it whole: `tierd status` says which ranks' parts it waits for; "

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 
+from tierd.catalog.listing import files_of
 from tierd.cli.console import print_note
 from tierd.cli.joined_parts import Holder, JoinedParts
 from tierd.cli.opened_tiers import OpenedTiers
-from tierd.config import Config
-from tierd.config_file import run_proof
+from tierd.config.file import run_proof
+from tierd.config.sections import Config
 from tierd.errors import BadConfig, Corrupt, Incomplete, NotFound, TierdError, TierUnreachable, Unhealthy
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, checkpoint_id
@@ -26,7 +27,6 @@ from tierd.format.node_messages import HELD_MAX
 from tierd.format.peers import HeldPart, NodeAddress, NodeParts
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import AUTO, Candidate, CheckpointQuery, Inventory, select, with_run
-from tierd.listing import files_of
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.tier import Tier

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tierd.catalog import Catalog
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.identity import Identities
+from tierd.catalog.listing import refresh
 from tierd.cli.console import print_note
 from tierd.cli.options import Settings, check_tier
 from tierd.cold_tier import open_cold_tier
-from tierd.config import ColdConfig, Config
+from tierd.config.sections import ColdConfig, Config
 from tierd.errors import BadConfig, Corrupt, TierdError, TierUnreachable
-from tierd.identity import Identities
-from tierd.key_file import keyring_of
+from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import CheckpointQuery
-from tierd.listing import refresh
-from tierd.report import foreign_sentences
+from tierd.status.report import foreign_sentences
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.pool import while_answered
 from tierd.tiers.tier import Tier

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from tierd import config_file
-from tierd.config import Config
+from tierd.config import file as config_file
+from tierd.config.sections import Config
 from tierd.errors import BadConfig
 from tierd.format.ids import check_run
 from tierd.lifecycle.policy import HOT

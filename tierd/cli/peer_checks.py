@@ -10,10 +10,10 @@ from contextlib import suppress
 
 from msgspec import UNSET
 
-from tierd.config import Config, split_address
+from tierd.config.sections import Config, split_address
 from tierd.errors import PeerUnreachable
-from tierd.peer_certificate import fingerprint_of, unverified
-from tierd.report import StatusReport
+from tierd.keys.peer_certificate import fingerprint_of, unverified
+from tierd.status.report import StatusReport
 from tierd.tiers.probe import Advice
 
 CONNECT_TIMEOUT_S = 3.0

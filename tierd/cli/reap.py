@@ -19,26 +19,26 @@ import msgspec
 import typer
 
 from tierd.audit import AuditTrail
-from tierd.catalog import Catalog
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.decisions import decisions, deletions, halted
+from tierd.catalog.identity import Identities
+from tierd.catalog.listing import refresh
 from tierd.cli import options
 from tierd.cli.console import now, print_note, print_report, print_result, table
 from tierd.cli.log import check_key, command_trail
 from tierd.cli.opened_tiers import PARTIAL, OpenedTiers, exit_code
 from tierd.cli.options import check_tier, settings_of
 from tierd.cold_tier import open_cold_tier
-from tierd.config import Config
+from tierd.config.sections import Config
 from tierd.context import DaemonContext
-from tierd.decisions import decisions, deletions, halted
 from tierd.errors import BadConfig, Retained, TierdError
 from tierd.format import audit, layout, wire
 from tierd.format.ids import CheckpointId, Run, check_run
-from tierd.identity import Identities
-from tierd.incidents import Incidents
-from tierd.key_file import keyring_of
+from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT, Action, Decision
-from tierd.listing import refresh
 from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
+from tierd.status.incidents import Incidents
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier

@@ -12,14 +12,14 @@ from contextlib import AsyncExitStack, suppress
 from types import MappingProxyType
 
 from tierd.access import PRIVATE
+from tierd.catalog.listing import check_sizes
 from tierd.cli.console import print_note, progress_bar, size
 from tierd.cli.memory_store import ask_memory
-from tierd.config import Config
+from tierd.config.sections import Config
 from tierd.errors import Corrupt, TierdError
 from tierd.format import layout
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Inventory, select
-from tierd.listing import check_sizes
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.tier import Tier
 from tierd.transfer.atomic_output import AtomicOutput

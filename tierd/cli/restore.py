@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from tierd.catalog.selectable import selectable_replicas
 from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, print_note, print_report, size
 from tierd.cli.node_replicas import find_on_nodes
@@ -23,14 +24,13 @@ from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, check_one_place, parse_query, settings_of
 from tierd.cli.partial_restore import Subset, fetch_subset
 from tierd.cli.replicas import Replicas
-from tierd.config import Config
+from tierd.config.sections import Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierdError, Unsupported
 from tierd.format import layout
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest, encode_marker
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery
-from tierd.selectable import selectable_replicas
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.tier import Tier

@@ -14,12 +14,12 @@ import typer
 from tierd.cli import daemon_http, options
 from tierd.cli.console import print_report, print_result
 from tierd.cli.options import settings_of
-from tierd.config import Config
-from tierd.config_file import run_proof
+from tierd.config.file import run_proof
+from tierd.config.sections import Config
 from tierd.errors import EXIT_HALTED, Transient
 from tierd.format.ids import check_run, checkpoint_id
 from tierd.lifecycle.policy import HOT
-from tierd.report import RunReport
+from tierd.status.report import RunReport
 
 POLL_INTERVAL_S = 0.2
 EXIT_CODES = {"finished": 0, "stopped": 0, "halted": EXIT_HALTED}  # any other: 1

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tierd.catalog_entry import Entry
+from tierd.catalog.entry import Entry
 from tierd.cli import options
 from tierd.cli.console import age, print_note, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers

@@ -10,8 +10,8 @@ from tierd import __version__, failpoints
 from tierd.cli import options
 from tierd.cli.console import print_report
 from tierd.cli.options import settings_of
-from tierd.config_environment import check_names
-from tierd.config_file import source_of, systemd
+from tierd.config.environment import check_names
+from tierd.config.file import source_of, systemd
 from tierd.format.manifest import FORMAT_VERSION
 from tierd.format.wire import PROTOCOL_VERSION
 

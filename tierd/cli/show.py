@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from msgspec import UNSET
 
-from tierd.checkpoint_report import CheckpointReport, checkpoint_report, checkpoint_rows, read_diagnosis
+from tierd.catalog.selectable import selectable_replicas
 from tierd.cli import daemon_http, options
 from tierd.cli.console import age, metrics_line, print_note, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
@@ -15,8 +15,8 @@ from tierd.cli.options import parse_query, settings_of
 from tierd.errors import NotFound
 from tierd.format.node_file import ranks_text
 from tierd.lifecycle.selection import AUTO, MEMORY, select
-from tierd.report import tiers_text
-from tierd.selectable import selectable_replicas
+from tierd.status.checkpoint_report import CheckpointReport, checkpoint_report, checkpoint_rows, read_diagnosis
+from tierd.status.report import tiers_text
 
 NOT_WHOLE = "the other ranks' shards are on other nodes"
 

@@ -13,19 +13,19 @@ import typer
 from msgspec import UNSET
 
 from tierd import __version__
-from tierd.alarm import Severity
-from tierd.alarm_rules import alarms
-from tierd.catalog import Catalog
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.decisions import halted, to_reap
 from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
 from tierd.cli.roster_table import print_roster
-from tierd.decisions import halted, to_reap
 from tierd.errors import DaemonUnreachable, TierdError
 from tierd.format.ids import Run
 from tierd.format.node_file import ranks_text
-from tierd.report import (
+from tierd.status.alarm import Severity
+from tierd.status.alarm_rules import alarms
+from tierd.status.report import (
     NewestCheckpoint,
     NewestPart,
     QueueReport,
@@ -39,7 +39,7 @@ from tierd.report import (
     sources_of,
     tier_report,
 )
-from tierd.work_at_risk import RiskReport, work_at_risk
+from tierd.status.work_at_risk import RiskReport, work_at_risk
 
 RUNBOOK = "docs/RUNBOOK.md"
 UNKNOWN = 3

@@ -15,12 +15,12 @@ from typing import Annotated
 import msgspec
 import typer
 
+from tierd.catalog.decisions import waiting
 from tierd.cli import daemon_http, options
 from tierd.cli.console import print_note, print_report, print_result, progress_bar, size
 from tierd.cli.opened_tiers import PARTIAL, OpenedTiers, exit_code, open_tiers
 from tierd.cli.options import check_tier, parse_query, settings_of
-from tierd.config import Config
-from tierd.decisions import waiting
+from tierd.config.sections import Config
 from tierd.errors import BadConfig, Corrupt, Foreign, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId

@@ -13,7 +13,7 @@ from statistics import median
 
 import msgspec
 
-from tierd.config import LifecycleConfig, TierPolicy
+from tierd.config.sections import LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, Step
 from tierd.lifecycle.policy import HOT, CheckpointView, by_run, kept, kept_forever
 

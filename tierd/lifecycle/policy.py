@@ -14,7 +14,7 @@ from datetime import datetime
 from enum import Enum
 from types import MappingProxyType
 
-from tierd.config import LifecycleConfig, TierPolicy
+from tierd.config.sections import LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, Run
 
 HOT = "hot"

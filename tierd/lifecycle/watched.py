@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from tierd.config import WatchConfig
+from tierd.config.sections import WatchConfig
 from tierd.errors import Corrupt, Unsupported
 from tierd.format import flat_file
 

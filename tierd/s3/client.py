@@ -27,7 +27,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.loaders import Loader
 
-from tierd.config import ColdConfig, is_exposed_endpoint
+from tierd.config.sections import ColdConfig, is_exposed_endpoint
 from tierd.errors import TierdError, TierUnreachable
 from tierd.s3.errors import translate
 

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from tierd.config import ColdConfig, is_exposed_endpoint
+from tierd.config.sections import ColdConfig, is_exposed_endpoint
 from tierd.errors import NotFound, TierdError, TierUnreachable
 from tierd.format import checksum
 from tierd.s3.client import Answer

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tierd.backoff import backoff_s
-from tierd.config import ColdConfig, LimitsConfig
+from tierd.config.sections import ColdConfig, LimitsConfig
 from tierd.errors import NotFound, TierdError, TierUnreachable
 from tierd.s3.body import PIECE_BYTES, Body
 from tierd.s3.client import Answer, RequestConnection, S3Client

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
-from tierd.config import ColdConfig, LimitsConfig
+from tierd.config.sections import ColdConfig, LimitsConfig
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.failpoints import failpoint
 from tierd.format import checksum

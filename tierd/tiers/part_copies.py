@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from tierd.config import Config
+from tierd.config.sections import Config
 from tierd.errors import NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run

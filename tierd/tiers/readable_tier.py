@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tierd.config import LimitsConfig
+from tierd.config.sections import LimitsConfig
 from tierd.errors import Corrupt, TierdError
 from tierd.format import layout
 from tierd.format.health import MARKER_BYTES_MAX, Diagnosis

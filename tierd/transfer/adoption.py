@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 import tierd
-from tierd.catalog import Catalog
+from tierd.catalog.catalog import Catalog
 from tierd.errors import BadRequest, TierUnreachable
 from tierd.format import adopted, checksum, layout
 from tierd.format.adopted import TREE_FILE, AdoptedTree

@@ -11,6 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from tierd.catalog.listing import is_listed, refresh_run
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Full, LockHeld, TierdError
 from tierd.failpoints import failpoint
@@ -18,7 +19,6 @@ from tierd.format.audit import Action
 from tierd.format.digest import preferred
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
-from tierd.listing import is_listed, refresh_run
 from tierd.tiers.pool import ThreadPool
 from tierd.tiers.run_lock import run_lock
 from tierd.tiers.tree import FOLDER, closing_fd

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tierd.catalog.listing import files_of, newest_claim
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, NotFound, Stale, TierdError, Transient
 from tierd.failpoints import failpoint
@@ -25,7 +26,6 @@ from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, Run
 from tierd.format.manifest import Head, Manifest
 from tierd.format.node_file import NodeFile, assemble, milestones, missing_ranks, verdict
-from tierd.listing import files_of, newest_claim
 from tierd.tiers.tier import Tier
 
 HOME_S = 5.0  # how often the daemon of rank 0 lists the node files of a checkpoint; less often the longer it waits

@@ -10,11 +10,11 @@ import asyncio
 import logging
 import random
 
-from tierd.catalog_entry import Entry
+from tierd.catalog.entry import Entry
+from tierd.catalog.listing import is_listed
 from tierd.context import DaemonContext
 from tierd.errors import Full, NotFound, TierdError, Transient
 from tierd.format.ids import CheckpointId, Run
-from tierd.listing import is_listed
 from tierd.tiers.tier import Tier
 from tierd.transfer.drill import clear, drill
 

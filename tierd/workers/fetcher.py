@@ -17,7 +17,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from tierd.catalog_entry import Entry
+from tierd.catalog.entry import Entry
+from tierd.catalog.listing import check_sizes
 from tierd.cgroup import available_bytes
 from tierd.context import DaemonContext
 from tierd.errors import BadRequest, Corrupt, Foreign, Full, NotFound, TierdError, TierUnreachable
@@ -25,7 +26,6 @@ from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.manifest import Manifest
-from tierd.listing import check_sizes
 from tierd.tiers.tier import Tier
 from tierd.transfer.fetch import Fetch
 from tierd.workers.hot_space import HotSpace, MakeRoom, no_room

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from heapq import nlargest
 
-from tierd.catalog_entry import Entry
+from tierd.catalog.entry import Entry
 from tierd.context import DaemonContext
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.node_file import NodeFile

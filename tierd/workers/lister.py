@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 
+from tierd.catalog.decisions import deleted_elsewhere, lost
+from tierd.catalog.listing import refresh
 from tierd.context import DaemonContext
-from tierd.decisions import deleted_elsewhere, lost
 from tierd.errors import Foreign, Lost, TierUnreachable
 from tierd.format import layout
 from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId, Run
 from tierd.lifecycle.policy import HOT, CheckpointView
-from tierd.listing import refresh
 from tierd.tiers.tier import Tier
 
 NAMED_MAX = 5  # checkpoints in one message

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from contextlib import suppress
 
+from tierd.catalog.listing import files_of
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
 from tierd.errors import NotFound, PeerRestarted, TierdError, Transient
@@ -18,7 +19,6 @@ from tierd.format import layout
 from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId
 from tierd.format.node_file import NodeFile
-from tierd.listing import files_of
 from tierd.tiers.checkpoint_copy import copy_part
 from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.peer_store import PeerStore

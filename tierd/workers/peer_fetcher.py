@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from tierd.config_file import is_host
+from tierd.config.file import is_host
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
 from tierd.errors import BadRequest, Corrupt, NotFound, Transient

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 
+from tierd.catalog.listing import is_listed, next_sequence
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Full, TierdError, Transient
 from tierd.failpoints import failpoint
@@ -17,7 +18,6 @@ from tierd.format import checksum, layout, wire
 from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
-from tierd.listing import is_listed, next_sequence
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import Snapshot, SnapshotSet
 from tierd.tiers.pool import for_each

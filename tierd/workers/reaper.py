@@ -14,16 +14,16 @@ import math
 from collections.abc import Callable, Collection
 from functools import partial
 
-from tierd.catalog_entry import Entry
+from tierd.catalog.decisions import decisions, deletions, deletions_for_space, missing_room_bytes, to_give_up
+from tierd.catalog.entry import Entry
+from tierd.catalog.listing import files_of, refresh_run
 from tierd.context import DaemonContext
 from tierd.copies import Reason
-from tierd.decisions import decisions, deletions, deletions_for_space, missing_room_bytes, to_give_up
 from tierd.errors import Corrupt, GivenUp, NotFound, Retained, TierdError
 from tierd.failpoints import failpoint
 from tierd.format import audit, layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.lifecycle.policy import HOT, Action, Decision
-from tierd.listing import files_of, refresh_run
 from tierd.workers.hot_space import MakeRoom, no_room
 
 log = logging.getLogger("tierd")

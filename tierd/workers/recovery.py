@@ -9,13 +9,13 @@ import logging
 import math
 from heapq import nlargest
 
-from tierd.catalog import Catalog
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.listing import enter_listing
 from tierd.errors import BadConfig
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
-from tierd.listing import enter_listing
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 

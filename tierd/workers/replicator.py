@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
-from tierd.catalog_entry import NOT_LISTED_YET, Entry
+from tierd.catalog.decisions import pending
+from tierd.catalog.entry import NOT_LISTED_YET, Entry
 from tierd.context import DaemonContext
-from tierd.decisions import pending
 from tierd.errors import Corrupt, Foreign, Full, NotFound, Retained, TierdError, Transient
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire

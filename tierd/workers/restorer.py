@@ -11,9 +11,11 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from tierd.catalog_entry import NOT_LISTED_YET, Entry
+from tierd.catalog.decisions import lost, pending
+from tierd.catalog.entry import NOT_LISTED_YET, Entry
+from tierd.catalog.listing import refresh_run
+from tierd.catalog.selectable import selectable_replicas
 from tierd.context import DaemonContext
-from tierd.decisions import lost, pending
 from tierd.descriptors import open_all, reopen_read_only
 from tierd.errors import (
     BadRequest,
@@ -32,9 +34,7 @@ from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile, as_part
 from tierd.format.wire import DESCRIPTORS_MAX, Find
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select_each
-from tierd.listing import refresh_run
 from tierd.memory.snapshot_set import SnapshotSet
-from tierd.selectable import selectable_replicas
 from tierd.tiers.tier import Tier
 from tierd.workers.fetcher import Fetcher, OnProgress
 from tierd.workers.hot_space import MakeRoom, no_room

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from datetime import timedelta
 
-from tierd.catalog_entry import Entry
+from tierd.catalog.entry import Entry
 from tierd.context import DaemonContext
 from tierd.errors import NotFound, TierdError, Transient
 from tierd.format.adopted import AdoptedTree

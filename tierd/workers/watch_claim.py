@@ -13,12 +13,12 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 
+from tierd.catalog.listing import newest_claim, refresh_run
 from tierd.context import DaemonContext
 from tierd.errors import TierdError
 from tierd.format import layout
 from tierd.format.claim import Claim
 from tierd.format.ids import Generation, Run
-from tierd.listing import newest_claim, refresh_run
 from tierd.tiers.tier import Tier
 
 log = logging.getLogger("tierd")

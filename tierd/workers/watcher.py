@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierd.backoff import backoff_s
-from tierd.catalog_entry import NOT_LISTED_YET
-from tierd.config import WatchConfig
+from tierd.catalog.decisions import lost, waiting
+from tierd.catalog.entry import NOT_LISTED_YET
+from tierd.config.sections import WatchConfig
 from tierd.context import DaemonContext
-from tierd.decisions import lost, waiting
 from tierd.errors import Full, NotFound, TargetNotEmpty, TierdError, TierUnreachable, Transient
 from tierd.format.ids import Run, check_run
 from tierd.format.layout import parse_key
 from tierd.format.text import printable
 from tierd.lifecycle.watched import Listed, Verdicts, beside_name, is_name, judge, misfit, preset_of
-from tierd.report import WatchReport
+from tierd.status.report import WatchReport
 from tierd.tiers.pool import ThreadPool
 from tierd.transfer.adoption import THREADS, adopted_id, created_at, is_same_tree, was_saved_again
 from tierd.transfer.atomic_output import clear_abandoned

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from tierd.backoff import backoff_s
-from tierd.config import LimitsConfig
+from tierd.config.sections import LimitsConfig
 
 
 class Worker(Protocol):

@@ -12,7 +12,8 @@ import asyncio
 import logging
 import math
 
-from tierd.catalog_entry import NOT_LISTED_YET
+from tierd.catalog.entry import NOT_LISTED_YET
+from tierd.catalog.listing import next_sequence
 from tierd.context import DaemonContext
 from tierd.errors import TierdError, TierUnreachable
 from tierd.format import wire
@@ -22,7 +23,6 @@ from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
-from tierd.listing import next_sequence
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.store import SnapshotStore

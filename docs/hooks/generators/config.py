@@ -13,7 +13,7 @@ import msgspec
 
 from generators.links import ROOT
 from generators.tables import cell, sentence, table
-from tierd.config import Config
+from tierd.config.sections import Config
 
 FILE = ROOT / "deploy/tierd.toml"
 

@@ -117,7 +117,7 @@ def _delete_shards_first() -> None:
 
 def _recover_nothing() -> None:
     from tierd import daemon
-    from tierd.listing import enter_listing
+    from tierd.catalog.listing import enter_listing
 
     async def recover(catalog: Any, hot: Any, store: Any, *, now_s: float) -> None:
         await enter_listing(catalog, hot, await hot.listing(), since=catalog.changes)
@@ -126,7 +126,7 @@ def _recover_nothing() -> None:
 
 
 def _forget_sequences() -> None:
-    from tierd.catalog import Catalog
+    from tierd.catalog.catalog import Catalog
 
     Catalog.sequence_max = lambda catalog, run: 0
 

@@ -27,11 +27,11 @@ from tests.support.power_loss.scenarios import (
 )
 from tests.support.power_loss.volatile_disk import VolatileDisk
 from tests.support.simulation.loop import SimulatedLoop
+from tierd.catalog.listing import refresh
 from tierd.descriptors import close_all
 from tierd.errors import TierdError
 from tierd.format import wire
 from tierd.format.ids import checkpoint_id
-from tierd.listing import refresh
 from tierd.transfer.repair import repair_replica
 from tierd.transfer.verify import verify_replica
 

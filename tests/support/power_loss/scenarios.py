@@ -23,16 +23,16 @@ from tests.support.power_loss.promises import COLD, HOT, Id, Policy, shard_of
 from tests.support.power_loss.volatile_disk import VolatileDisk
 from tests.support.rooms import Rooms
 from tests.support.simulation.loop import SimulatedLoop
+from tierd.catalog.listing import refresh
 from tierd.cli.options import Settings
 from tierd.cli.restore import restore_to
-from tierd.config import ColdPolicy, Config, LifecycleConfig, TierPolicy
+from tierd.config.sections import ColdPolicy, Config, LifecycleConfig, TierPolicy
 from tierd.descriptors import close_all
 from tierd.errors import TierdError
 from tierd.format import wire
 from tierd.format.claim import Claim
 from tierd.format.ids import CheckpointId, Generation, Run, checkpoint_id
 from tierd.lifecycle.selection import CheckpointQuery
-from tierd.listing import refresh
 from tierd.metrics import Metrics
 from tierd.tiers.lock import Lock
 from tierd.transfer.repair import repair_replica

@@ -24,7 +24,7 @@ from typing import Any
 from awscrt.checksums import crc64nvme
 from botocore.exceptions import ClientError, ConnectionClosedError, EndpointConnectionError
 
-from tierd.config import ColdConfig
+from tierd.config.sections import ColdConfig
 from tierd.s3.client import S3Client
 
 OnChange = Callable[[str, bytes | None, bytes | None], None]

@@ -25,7 +25,7 @@ from tests.support.simulation.bucket import BucketClient, SimulatedBucket
 from tests.support.simulation.loop import OWNER, Process
 from tests.support.simulation.network import PORT, PeerRequest
 from tierd import daemon
-from tierd.config import (
+from tierd.config.sections import (
     ColdConfig,
     ColdPolicy,
     Config,

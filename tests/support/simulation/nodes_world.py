@@ -30,7 +30,7 @@ from tests.support.simulation.nodes_checker import NodesChecker, NodesPlace, Par
 from tests.support.simulation.schedule import COPIES, SEVERAL_NODES, Event, Schedule
 from tests.support.simulation.world import PREFIX, SETTLE_S, Outcome, World
 from tests.support.simulation.world import simulate as simulate_in
-from tierd.decisions import pending
+from tierd.catalog.decisions import pending
 from tierd.format.health import Diagnosis
 from tierd.workers.committer import Committer
 

@@ -27,7 +27,8 @@ from tests.support.config import make_config
 from tests.support.rooms import RUN, Rooms
 from tests.support.simulation.loop import OWNER, Process, SimulatedLoop
 from tests.support.store_contract import BytesSource
-from tierd.config import ColdPolicy, Config, LifecycleConfig
+from tierd.catalog.listing import refresh
+from tierd.config.sections import ColdPolicy, Config, LifecycleConfig
 from tierd.errors import TierdError
 from tierd.format import layout
 from tierd.format.checksum import CHUNK_BYTES
@@ -35,7 +36,6 @@ from tierd.format.health import Diagnosis
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.policy import HOT
-from tierd.listing import refresh
 from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import recover
 

@@ -27,7 +27,7 @@ from tests.support.simulation.daemon import SimulatedDaemon, make_config
 from tests.support.simulation.loop import SimulatedLoop
 from tests.support.simulation.trainer import MILESTONE_STEPS, SHARD_BYTES, Job, SimulatedTrainer
 from tests.support.simulation.world import isolated
-from tierd.config import ColdConfig, ColdPolicy, Config, LifecycleConfig, TierPolicy
+from tierd.config.sections import ColdConfig, ColdPolicy, Config, LifecycleConfig, TierPolicy
 
 RATIOS = (0.5, 1.0, 2.0, 3.0, 3.7, 6.0, 10.0)
 CHECKPOINTS = 61

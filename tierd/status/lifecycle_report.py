@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from tierd.catalog import Catalog
-from tierd.config import Config
-from tierd.decisions import decisions, forecasts
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.decisions import decisions, forecasts
+from tierd.config.sections import Config
 from tierd.format.ids import Run
 from tierd.lifecycle.forecast import Forecast
 from tierd.lifecycle.policy import Action

@@ -12,9 +12,8 @@ from datetime import datetime
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tierd.alarm import Alarm
-from tierd.catalog import Catalog
-from tierd.catalog_entry import sum_up_foreign
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.entry import sum_up_foreign
 from tierd.errors import TierdError
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.layout import parse_key
@@ -23,8 +22,9 @@ from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
 from tierd.memory.progress import Pause
 from tierd.metrics import Metrics
+from tierd.status.alarm import Alarm
+from tierd.status.work_at_risk import PEER, RiskReport, Source
 from tierd.tiers.tier import Tier
-from tierd.work_at_risk import PEER, RiskReport, Source
 
 LOOK_S = 5.0  # how long the daemon's answer to a command waits for fresh listings of the tiers
 FOREIGN_LISTED_MAX = 50  # an attacker can write any number

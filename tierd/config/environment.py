@@ -16,7 +16,7 @@ from typing import Any, get_origin
 import msgspec
 
 from tierd import failpoints
-from tierd.config import Config
+from tierd.config.sections import Config
 from tierd.errors import BadConfig
 from tierd.format import run_secret
 

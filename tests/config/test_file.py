@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tierd import config
-from tierd.config import Config, TierPolicy
-from tierd.config_file import cache_folder, load, systemd
+from tierd.config import sections as config
+from tierd.config.file import cache_folder, load, systemd
+from tierd.config.sections import Config, TierPolicy
 from tierd.errors import BadConfig
 from tierd.systemd import Systemd
 

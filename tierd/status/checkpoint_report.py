@@ -8,16 +8,16 @@ from types import MappingProxyType
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tierd.catalog import Catalog
-from tierd.catalog_entry import Entry
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.entry import Entry
+from tierd.catalog.selectable import selectable_replicas
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY, Candidate
-from tierd.report import PartReport, part_report
-from tierd.selectable import selectable_replicas
+from tierd.status.report import PartReport, part_report
 from tierd.tiers.readable_tier import ReadableTier
 
 

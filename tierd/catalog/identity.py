@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 import tierd
-from tierd.config import Config
+from tierd.config.sections import Config
 from tierd.errors import BadConfig, Lost, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.lifecycle.policy import HOT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from tierd.catalog import Catalog
+from tierd.catalog.catalog import Catalog
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.layout import MANIFEST, parse_key
 from tierd.lifecycle.policy import HOT

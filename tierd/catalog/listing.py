@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
-from tierd.catalog import Catalog
-from tierd.catalog_entry import NOT_LISTED_YET, SentParts
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.entry import NOT_LISTED_YET, SentParts
+from tierd.catalog.identity import Identities
 from tierd.errors import Corrupt, Foreign, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest
-from tierd.identity import Identities
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.pool import for_each
 from tierd.tiers.tier import CLAIMS_KEPT, Tier

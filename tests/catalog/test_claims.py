@@ -14,8 +14,8 @@ from tests.support.wire_peer import HELLO
 from tierd.api.admission import CLAIM_ATTEMPTS_MAX, Admission
 from tierd.api.packets import PacketConnection
 from tierd.api.quotas import Quotas
-from tierd.claims import Claims
-from tierd.decisions import HaltReason, halted, pending, waiting
+from tierd.catalog.claims import Claims
+from tierd.catalog.decisions import HaltReason, halted, pending, waiting
 from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.claim import Claim

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierd.work_at_risk import RiskReport, Source, work_at_risk
+from tierd.status.work_at_risk import RiskReport, Source, work_at_risk
 
 SOURCES = {
     "memory": Source(1, 120, 5.0),

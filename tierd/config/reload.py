@@ -6,8 +6,8 @@ import logging
 
 import msgspec
 
-from tierd.config import ColdConfig, Config
-from tierd.config_file import differences
+from tierd.config.file import differences
+from tierd.config.sections import ColdConfig, Config
 
 log = logging.getLogger("tierd")
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from tests.test_grafana import rules
-from tierd.alarm import Severity
-from tierd.alarm_rules import alarms
 from tierd.memory.progress import Pause
-from tierd.report import (
+from tierd.status.alarm import Severity
+from tierd.status.alarm_rules import alarms
+from tierd.status.report import (
     FailureReport,
     HolderReport,
     LostReplica,

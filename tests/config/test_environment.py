@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from tests.support.daemon import serving
 from tierd.cli.app import make_app
-from tierd.config_environment import OTHERS, SCALARS, check_names, unknown_names
+from tierd.config.environment import OTHERS, SCALARS, check_names, unknown_names
 from tierd.errors import BadConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = ("tierd", "client", "deploy", "examples", "bench", "tests")
 EXAMPLES = {"TIERD_SECTION_KEY"}  # in documentation
 
@@ -66,7 +66,7 @@ def test_every_variable_of_the_sources_is_known_and_every_known_one_is_read() ->
     }
     used = {name for text in texts.values() for name in re.findall(r"\bTIERD_[A-Z0-9_]*[A-Z0-9]\b", text)}
     assert unknown_names(dict.fromkeys(used - EXAMPLES, "")) == []
-    del texts[ROOT / "tierd/config_environment.py"]
+    del texts[ROOT / "tierd/config/environment.py"]
     elsewhere = "\n".join(texts.values())
     assert [name for name in OTHERS if f'"{name}"' not in elsewhere and name != "TIERD_KEY_FILE"] == []
     assert not set(OTHERS) & set(SCALARS)

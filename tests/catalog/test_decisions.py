@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.support.cli import make_manifest
-from tierd.catalog import Catalog
-from tierd.decisions import Halt, HaltReason, halted
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.decisions import Halt, HaltReason, halted
 from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import file_entry
 from tierd.metrics import HALT_REASONS

@@ -11,8 +11,8 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from tierd.catalog import Catalog
-from tierd.config import Config, TierPolicy
+from tierd.catalog.catalog import Catalog
+from tierd.config.sections import Config, TierPolicy
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.layout import manifest_key
 from tierd.lifecycle import policy

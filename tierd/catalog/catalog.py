@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
-from tierd.catalog_entry import Entry, SentParts, TierKnowledge, deleted_in, view_of
-from tierd.claims import Claims
+from tierd.catalog.claims import Claims
+from tierd.catalog.entry import Entry, SentParts, TierKnowledge, deleted_in, view_of
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.layout import manifest_key, parse_key
 from tierd.format.manifest import Manifest

@@ -21,9 +21,9 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from tierd import config_environment
 from tierd.access import access_of, others_can_write
-from tierd.config import ARCHIVED, ColdConfig, ColdPolicy, Config, SnapshotConfig, is_exposed_endpoint
+from tierd.config import environment as config_environment
+from tierd.config.sections import ARCHIVED, ColdConfig, ColdPolicy, Config, SnapshotConfig, is_exposed_endpoint
 from tierd.errors import BadConfig
 from tierd.format.ids import is_run
 from tierd.format.run_secret import VARIABLE, proof_of

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from tests.support.cli import make_manifest
-from tierd.catalog import Catalog
+from tierd.catalog.catalog import Catalog
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.layout import manifest_key
 from tierd.format.manifest import FileEntry, Manifest, file_entry
-from tierd.report import foreign_sentences
+from tierd.status.report import foreign_sentences
 
 NONE: frozenset[str] = frozenset()
 

@@ -8,12 +8,12 @@ import pytest
 from msgspec import UNSET
 
 from tests.support.cli import make_manifest
-from tierd.catalog import Catalog
-from tierd.checkpoint_report import checkpoint_rows
+from tierd.catalog.catalog import Catalog
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.manifest import Head, Manifest, file_entry
 from tierd.format.node_file import NodeFile
-from tierd.report import age_s, everywhere_report, newest_report, run_report, tier_report, tiers_text
+from tierd.status.checkpoint_report import checkpoint_rows
+from tierd.status.report import age_s, everywhere_report, newest_report, run_report, tier_report, tiers_text
 
 NONE: frozenset[str] = frozenset()
 NOW = datetime.fromisoformat("2025-01-01T00:01:30+00:00")

@@ -10,8 +10,8 @@ import pytest
 
 from tierd.errors import Corrupt, Full, TierUnreachable
 from tierd.format.ids import checkpoint_id
-from tierd.incidents import LISTED_MAX, Incidents
 from tierd.metrics import Metrics
+from tierd.status.incidents import LISTED_MAX, Incidents
 
 
 @pytest.fixture

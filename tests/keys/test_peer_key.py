@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierd.format.ids import Run
-from tierd.peer_key import PeerKey
+from tierd.keys.peer_key import PeerKey
 
 
 def test_tokens_differ_between_runs_and_starts_of_the_daemon() -> None:

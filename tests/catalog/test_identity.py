@@ -16,12 +16,12 @@ import pytest
 
 from tests.support.config import make_config
 from tests.support.rooms import RUN, Rooms, rooms_at
-from tierd.config import ColdConfig
+from tierd.catalog.identity import Identities
+from tierd.catalog.listing import refresh
+from tierd.config.sections import ColdConfig
 from tierd.errors import BadConfig, Full, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import checkpoint_id
-from tierd.identity import Identities
-from tierd.listing import refresh
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 from tierd.workers.reaper import Reaper

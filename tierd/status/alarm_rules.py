@@ -12,11 +12,11 @@ from datetime import datetime
 
 from msgspec import UNSET
 
-from tierd.alarm import Alarm, Severity
 from tierd.format.node_file import ranks_text
 from tierd.format.text import duration, size
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
-from tierd.report import FailureReport, QueueReport, RunReport, StatusReport, TierReport, WatchReport, age_s
+from tierd.status.alarm import Alarm, Severity
+from tierd.status.report import FailureReport, QueueReport, RunReport, StatusReport, TierReport, WatchReport, age_s
 
 CRITICAL, WARNING = Severity.CRITICAL, Severity.WARNING
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tierd.errors import BadConfig
-from tierd.peer_certificate import fingerprint_of, make_certificate, unverified
+from tierd.keys.peer_certificate import fingerprint_of, make_certificate, unverified
 
 
 async def test_a_client_sees_the_certificate_with_that_fingerprint() -> None:

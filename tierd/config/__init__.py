@@ -1,0 +1,1 @@
+"""The config file: sections, environment, reading and reloading it."""

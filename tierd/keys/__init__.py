@@ -1,0 +1,1 @@
+"""Keys in files: of signatures, and of nodes that read from each other."""
