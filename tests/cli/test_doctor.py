@@ -78,9 +78,9 @@ def test_doctor_counts_existing_checkpoints_when_it_checks_space_and_memory(tmp_
     make_checkpoint(house.hot, size_bytes=1_000_000)
     _, found = run_doctor(house, "--tier", "hot")
     (space,) = (one["message"] for one in found if one["check"] == "space")
-    assert "0.008 GB more are needed for 5 checkpoints in all" in space
+    assert "8 MB more are needed for 5 checkpoints in all" in space
     (memory,) = (one["message"] for one in found if one["check"] == "memory")
-    assert "a run needs 0.004 GB for its slots" in memory
+    assert "a run needs 4 MB for its slots" in memory
 
 
 def test_doctor_reports_what_the_running_daemon_cannot_reach(tmp_path: Path) -> None:

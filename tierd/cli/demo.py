@@ -20,6 +20,7 @@ from tierd.cli.demo_nodes import NodesDemo
 from tierd.cli.demo_run import RUN, DemoRun, event_row, make_root
 from tierd.cli.export import check_torch
 from tierd.errors import TierdError
+from tierd.format import text
 from tierd.format.ids import checkpoint_id
 
 TRAINER = "tierd_client.examples.train_gpt"
@@ -166,7 +167,7 @@ class _Demo(DemoRun):
         self._start_daemon()
         self._start_trainer()
         step, _ = self._wait_resumed("trainer")
-        verified = f"{restored['size_bytes'] / 1e6:.0f} MB, every chunk"
+        verified = f"{text.size(restored['size_bytes'])}, every chunk"
         return event_row("hot tier deleted", "cold", step, reached - step, began_s, verified)
 
     # ── processes ──

@@ -17,7 +17,7 @@ from tierd.cli import daemon_http
 from tierd.cli.console import print_note, table
 from tierd.cli.demo_run import RUN, DemoRun, event_row
 from tierd.config.file import load
-from tierd.format import layout
+from tierd.format import layout, text
 from tierd.format.ids import parse_name
 
 TRAINER = "tierd_client.examples.train_gpt"
@@ -203,4 +203,4 @@ class NodesDemo(DemoRun):
                 for line in answer.read().decode().splitlines():
                     if line.startswith("tierd_bytes_total{") and '"read"' in line and 'tier="cold"' in line:
                         read_bytes += float(line.rpartition(" ")[2])
-        return f"{read_bytes / 1e6:.1f} MB"
+        return text.size(read_bytes)

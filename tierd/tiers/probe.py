@@ -18,6 +18,7 @@ import msgspec
 from tierd.access import Access
 from tierd.cgroup import MemoryLimit
 from tierd.errors import Full, TierdError
+from tierd.format import text
 from tierd.tiers.direct_io import set_direct
 
 Severity = Literal["ok", "note", "warning", "problem"]
@@ -77,11 +78,11 @@ def probe_space(about: str, path: Path, *, checkpoint_bytes: int, used_bytes: in
     """Whether `keep_last` checkpoints of this size fit, with one more being written and one being deleted."""
     free_bytes = shutil.disk_usage(_existing(path)).free
     count = keep_last + 2
-    free = f"{free_bytes / 1e9:.3g} GB free"
+    free = f"{text.size(free_bytes)} free"
     if checkpoint_bytes == 0:
         return Advice("space", about, "note", f"{free}; space for {count} checkpoints is needed")
     needed_bytes = max(count * checkpoint_bytes - used_bytes, 0)
-    message = f"{free}; {needed_bytes / 1e9:.3g} GB more are needed for {count} checkpoints in all"
+    message = f"{free}; {text.size(needed_bytes)} more are needed for {count} checkpoints in all"
     if needed_bytes <= free_bytes:
         return Advice("space", about, "ok", message)
     hint = "docs/RUNBOOK.md#disk-full"
@@ -96,10 +97,10 @@ def probe_memory(limit: MemoryLimit | None, *, checkpoint_bytes: int, slots: int
     Never worse than a note, because the trainers may run in another container than this command.
     """
     needed_bytes = slots * checkpoint_bytes
-    needs = f"{needed_bytes / 1e9:.3g} GB for its slots" if checkpoint_bytes else f"{slots} times its state for slots"
+    needs = f"{text.size(needed_bytes)} for its slots" if checkpoint_bytes else f"{slots} times its state for slots"
     if limit is None:
         return Advice("memory", "machine", "ok", f"no memory limit here; a run needs {needs}")
-    message = f"the memory limit here is {limit.limit_bytes / 1e9:.3g} GB ({limit.path}); a run needs {needs}"
+    message = f"the memory limit here is {text.size(limit.limit_bytes)} ({limit.path}); a run needs {needs}"
     if 0 < needed_bytes <= limit.limit_bytes:
         return Advice("memory", "machine", "ok", message)
     hint = "the trainers' limit must have room for the slots beside the training: run this in their container too"

@@ -9,6 +9,7 @@ import msgspec
 
 from tierd.cgroup import MemoryLimit
 from tierd.errors import Full
+from tierd.format import text
 from tierd_client.ranks import Ranks
 
 
@@ -37,12 +38,8 @@ def _why_full(demands: list[_Demand], limit: MemoryLimit | None) -> Full | None:
         return None
     ranks = "this rank" if len(demands) == 1 else f"the {len(demands)} ranks of this cgroup"
     return Full(
-        f"allocate the slots of {ranks}: they need {_gb(needed_bytes)} more shared memory, and "
-        f"{_gb(limit.free_bytes)} are free of the memory limit of {_gb(limit.limit_bytes)} of {limit.path}",
-        hint=f"raise the container's memory limit by {_gb(needed_bytes - limit.free_bytes)} or more: it must have room "
-        "for snapshot.slots times the state of each rank, beside the training itself",
+        f"allocate the slots of {ranks}: they need {text.size(needed_bytes)} more shared memory, and "
+        f"{text.size(limit.free_bytes)} are free of the memory limit of {text.size(limit.limit_bytes)} of {limit.path}",
+        hint=f"raise the container's memory limit by {text.size(needed_bytes - limit.free_bytes)} or more: it must have "
+        "room for snapshot.slots times the state of each rank, beside the training itself",
     )
-
-
-def _gb(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.3g} GB"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tierd.format import text
+
 
 def _names() -> list[str]:
     return []
@@ -48,4 +50,4 @@ class RestoreReport:
             "not asked for": self.not_asked,
         }
         rest = "".join(f", {len(entries)} {words}" for words, entries in counts.items() if entries)
-        return f"{len(self.loaded)} entries loaded ({self.size_bytes / 2**20:.1f} MiB){rest}"
+        return f"{len(self.loaded)} entries loaded ({text.size(self.size_bytes)}){rest}"

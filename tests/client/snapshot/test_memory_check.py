@@ -29,10 +29,10 @@ def test_single_rank_without_a_limit_or_with_enough_memory_passes(tmp_path: Path
     check_memory(ranks, 500 * MB, memory_limit(tmp_path))
     with pytest.raises(Full) as caught:
         check_memory(ranks, 501 * MB, memory_limit(tmp_path))
-    said = "they need 0.501 GB more shared memory, and 0.5 GB are free of the memory limit of 0.8 GB"
+    said = "they need 501 MB more shared memory, and 500 MB are free of the memory limit of 800 MB"
     assert said in caught.value.message
     assert f"of {tmp_path}/sys/fs/cgroup" in caught.value.message
-    assert "raise the container's memory limit by 0.001 GB" in caught.value.hint
+    assert "raise the container's memory limit by 1 MB" in caught.value.hint
 
 
 def _check(training: Training, root: Path, size_bytes: int) -> None:
@@ -55,7 +55,7 @@ def test_ranks_of_one_cgroup_share_its_limit_and_all_ranks_raise(tmp_path: Path)
     with joined(tmp_path, 2) as trainers:
         together(trainers, "apply", _check, tmp_path / "shared", 250 * MB)
         for error in refusals(trainers, "apply", _check, tmp_path / "shared", 251 * MB):
-            assert "the slots of the 2 ranks of this cgroup: they need 0.502 GB more shared memory, and 0.5 GB" in str(
+            assert "the slots of the 2 ranks of this cgroup: they need 502 MB more shared memory, and 500 MB" in str(
                 error
             )
 
@@ -83,7 +83,7 @@ def test_snapshot_beyond_the_limit_raises_full_and_allocates_nothing(
         client.snapshot(1, state).wait_persisted(60)
         model.weight.grad = torch.zeros_like(model.weight)
         optimizer.step()
-        with pytest.raises(Full, match=r"they need 0\.063 GB more shared memory, and 0\.06 GB are free"):
+        with pytest.raises(Full, match="they need 63 MB more shared memory, and 60 MB are free"):
             client.snapshot(2, state)
         before = daemon.status()["slots"]
         assert sum(before.values()) == 2
@@ -98,6 +98,6 @@ def test_a_refused_first_snapshot_makes_no_slot(tmp_path: Path, monkeypatch: pyt
     state = tierd_client.TrainingState(model=torch.nn.Linear(1024, 4096, bias=False))
     with serving(tmp_path / "daemon") as daemon, tierd_client.connect("run", socket=str(daemon.socket)) as client:
         for step in (1, 2):
-            with pytest.raises(Full, match=r"memory limit of 0\.1 GB"):
+            with pytest.raises(Full, match="memory limit of 100 MB"):
                 client.snapshot(step, state)
         assert sum(daemon.status()["slots"].values()) == 0

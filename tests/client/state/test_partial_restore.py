@@ -18,6 +18,7 @@ from torch import nn
 
 from tests.support.state import Files, Loader, Training, assert_same, commit, one_step, restore, stage
 from tierd.errors import Mismatch
+from tierd.format import text
 
 
 @pytest.fixture
@@ -420,12 +421,12 @@ def test_whole_restore_reports_every_entry_as_loaded(files: Files) -> None:
     )
     assert {"extra.seen", "ema.n_averaged", "model.1.running_mean"} <= set(report.loaded)
     assert report == RestoreReport(loaded=report.loaded, size_bytes=report.size_bytes)
-    assert str(report) == f"{len(report.loaded)} entries loaded (0.0 MiB)"
+    assert str(report) == f"{len(report.loaded)} entries loaded ({text.size(report.size_bytes)})"
 
 
 def test_report_counts_what_was_loaded_and_what_was_not() -> None:
     report = RestoreReport(loaded=["a", "b"], size_bytes=3 << 20, missing=["c"], mismatched={"d": ""}, not_asked=["e"])
-    expected = "2 entries loaded (3.0 MiB), 1 not in the checkpoint, 1 that did not fit, 1 not asked for"
+    expected = "2 entries loaded (3.15 MB), 1 not in the checkpoint, 1 that did not fit, 1 not asked for"
     assert str(report) == expected
 
 
