@@ -40,6 +40,6 @@ def _why_full(demands: list[_Demand], limit: MemoryLimit | None) -> Full | None:
     return Full(
         f"allocate the slots of {ranks}: they need {text.size(needed_bytes)} more shared memory, and "
         f"{text.size(limit.free_bytes)} are free of the memory limit of {text.size(limit.limit_bytes)} of {limit.path}",
-        hint=f"raise the container's memory limit by {text.size(needed_bytes - limit.free_bytes)} or more: it must have "
-        "room for snapshot.slots times the state of each rank, beside the training itself",
+        hint=f"raise the container's memory limit by {text.size(needed_bytes - limit.free_bytes)} or more: it must "
+        "have room for snapshot.slots times the state of each rank, beside the training itself",
     )
