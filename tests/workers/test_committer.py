@@ -378,7 +378,7 @@ async def test_a_tombstone_that_is_not_signed_hides_no_checkpoint(tmp_path: Path
         assert listing.committed == {manifest.id}
         assert list(listing.foreign) == [tombstone]
         await cold.store.delete([tombstone])
-        await cold._put_marker(tombstone, encode_marker(Tombstone()))  # pyright: ignore[reportPrivateUsage]
+        await cold.put_marker(tombstone, encode_marker(Tombstone()))
         assert set((await cold.listing()).partial) == {manifest.id}
 
 

@@ -79,10 +79,15 @@ def _print_error(error: Exception) -> int:
 
 VERBS = (
     *("serve", "status", "runs", "ls", "show", "diff", "restore", "export", "verify", "drill"),
-    *("milestone", "fork", "stop", "snapshot", "adopt", "lifecycle", "cadence", "reap", "doctor"),
+    *("milestone", "note", "notes", "fork", "stop", "snapshot", "adopt", "lifecycle", "cadence", "reap", "doctor"),
     *("demo", "key", "log", "version"),
 )
-_MODULES = {"stop": "run_requests", "snapshot": "run_requests", "version": "serve"}  # else the verb's own name
+_MODULES = {
+    "notes": "note",
+    "stop": "run_requests",
+    "snapshot": "run_requests",
+    "version": "serve",
+}  # else the verb's own name
 
 
 def make_app(verbs: Iterable[str] = VERBS) -> typer.Typer:

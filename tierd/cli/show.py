@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 import typer
 from msgspec import UNSET
 
 from tierd.catalog.selectable import selectable_replicas
 from tierd.cli import daemon_http, options
-from tierd.cli.console import age, metrics_line, print_note, print_report, print_result, size, table
+from tierd.cli.console import age, metrics_line, print_json, print_note, print_result, size, table
+from tierd.cli.note import NotedCheckpoint, note_line, notes_of
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
 from tierd.errors import NotFound
@@ -58,11 +60,15 @@ async def show(
             report = daemon.checkpoint(checkpoint)  # in memory only, not persisted yet
         else:
             raise NotFound(f"show {checkpoint}: it has been deleted", hint="`tierd ls` shows what there is")
-    print_report(report, as_json=json, text=_print)
+        noted = await notes_of(tiers, checkpoint)
+    if json:
+        print_json(msgspec.to_builtins(report) | {"tags": noted.tags, "notes": noted.notes})
+    else:
+        _print(report, noted)
     return code
 
 
-def _print(report: CheckpointReport) -> None:
+def _print(report: CheckpointReport, noted: NotedCheckpoint) -> None:
     manifest, parent, diagnosis = report.manifest, report.manifest.parent, report.diagnosis
     origin = f", from {parent.run} step {parent.step} generation {parent.generation}" if parent else ""
     lines = {
@@ -77,12 +83,15 @@ def _print(report: CheckpointReport) -> None:
         "metrics": metrics_line(manifest.metrics) or "-",
         "tiers": ", ".join(report.tiers) or "none has it whole",
         "milestones": ", ".join(report.milestones) or "-",
+        "tags": ", ".join(noted.tags) or "-",
         "healthy": f"{'yes' if diagnosis.healthy else 'NO'}: {diagnosis}" if diagnosis else "not examined",
         "architecture": manifest.architecture_hash or "-",
         "versions": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()) or "-",
     }
     for key, value in lines.items():
         print_result(f"{key:<14}{value}")
+    for each in noted.notes:
+        print_result(f"{'note':<14}{note_line(each)}")
     for tier, part in ({} if report.parts is UNSET else report.parts).items():
         print_result(f"{f'in {tier}':<14}only ranks {ranks_text(part.ranks)} of {part.world_size}: {NOT_WHOLE}")
     print_result("")

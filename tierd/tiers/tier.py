@@ -275,7 +275,7 @@ class Tier(ReadableTier):
         deleted; empty if it is not known."""
         content = encode_marker(Tombstone(save=save))
         with suppress(Foreign):  # one that somebody else has put there counts for nothing, and delays nothing
-            await self._put_marker(layout.file_key(checkpoint, layout.GONE), content)
+            await self.put_marker(layout.file_key(checkpoint, layout.GONE), content)
 
     async def buried(self, checkpoints: Sequence[CheckpointId]) -> dict[CheckpointId, str]:
         """What their tombstones say was deleted: the save digest, or "" if that was not known. Without those that are
@@ -294,15 +294,16 @@ class Tier(ReadableTier):
     async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:
         failpoint("tier.mark")
         content = encode_marker({"milestone": milestone, "created_at": created_at})
-        await self._put_marker(layout.file_key(checkpoint, layout.milestone_file(milestone)), content)
+        await self.put_marker(layout.file_key(checkpoint, layout.milestone_file(milestone)), content)
 
     async def mark_diagnosis(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
         failpoint("tier.diagnose")
         key = layout.diagnosis_key(checkpoint, is_healthy=diagnosis.healthy)
-        await self._put_marker(key, encode_marker(diagnosis))
+        await self.put_marker(key, encode_marker(diagnosis))
 
-    async def _put_marker(self, key: str, content: bytes) -> bool:
-        """Whether it was absent. Raises as `_marker` for one that exists, which is not overwritten."""
+    async def put_marker(self, key: str, content: bytes) -> bool:
+        """Signed where there is a key. Whether it was absent. Raises as `_marker` for one that exists, which is not
+        overwritten."""
         is_new = await self.store.put_bytes(key, self._signed(key, content), if_absent=True)
         if self.keyring is not None and not is_new:
             await self._marker(key)
