@@ -40,6 +40,7 @@ from tierd_client.loaders.documents import DocumentLoader
 from tierd_client.loaders.loader import ResumableLoader
 from tierd_client.loaders.sampler import ResumableSampler
 from tierd_client.loss_guard import LossGuard
+from tierd_client.replay import Replay, replay_check
 from tierd_client.snapshot.handle import Shot
 from tierd_client.state.dict_state import DictState
 from tierd_client.state.restore_report import RestoreReport
@@ -61,6 +62,7 @@ __all__ = [
     "Mismatch",
     "NewerFormat",
     "NotFound",
+    "Replay",
     "RestoreReport",
     "ResumableLoader",
     "ResumableSampler",
@@ -79,4 +81,5 @@ __all__ = [
     "WrongUser",
     "__version__",
     "connect",
+    "replay_check",
 ]

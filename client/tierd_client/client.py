@@ -9,7 +9,6 @@ same outcome on all ranks: each returns or each raises.
 from __future__ import annotations
 
 import atexit
-import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from tierd_client.snapshot.snapshotter import Snapshotter
 from tierd_client.state.restore_filter import Patterns, Rename, RestoreFilter
 from tierd_client.state.restore_report import RestoreReport
 from tierd_client.state.training_state import Capturable, State
-from tierd_client.step_times import StepTimes
+from tierd_client.step_times import StepTimes, as_step
 from tierd_client.stopping.node_calls import open_store
 from tierd_client.stopping.outcome import Halted, outcome_of, wait_last_snapshot
 from tierd_client.stopping.requests import StopRequests
@@ -79,6 +78,11 @@ class Client:
     def generation(self) -> int:
         """The generation of this start of the trainer. It increases with each start and fences earlier ones."""
         return self._generation.number
+
+    @property
+    def rank(self) -> int:
+        """This process among the ranks that train together, from 0."""
+        return self._ranks.rank
 
     @property
     def world_size(self) -> int:
@@ -234,7 +238,7 @@ class Client:
 
         All ranks call it after the same steps. Before the first snapshot it also makes the slots ready.
         """
-        step = _as_step(step)
+        step = as_step(step)
         with self._step_times.outside_steps(step):
             if self._state is not None:
                 self._snapshotter.prepare(self._state)
@@ -264,7 +268,7 @@ class Client:
         Raises Unsupported when the state has no safe form, Stale when a newer trainer has taken over. Raises
         TargetNotEmpty when the run has checkpoints and `restore` was not called: the new ones would push them out.
         """
-        step = _as_step(step)
+        step = as_step(step)
         if milestone is None and self._last_shot is not None and step == self._snapshotter.last_step:
             return self._last_shot  # for example at the end of a loop whose last step was due
         if not self._start_is_chosen:
@@ -386,13 +390,3 @@ class Client:
         error = self._generation.session.unreachable("it is not connected")
         message = f"leave {self._generation.run}: the last snapshot is lost: {error.message}"
         return DaemonUnreachable(message, hint=error.hint)
-
-
-def _as_step(step: int) -> int:
-    """Raises BadRequest for anything but a whole number. Accepts numpy's integers and tensors of one integer."""
-    try:
-        if isinstance(step, bool):
-            raise TypeError
-        return operator.index(step)
-    except (TypeError, ValueError, RuntimeError):
-        raise BadRequest(f"take step {step!r}: a step is a whole number", hint="pass an int") from None

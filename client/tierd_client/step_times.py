@@ -6,10 +6,13 @@ times to see whether its own work slows training down, so steps that waited for 
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+
+from tierd.errors import BadRequest
 
 STEPS_REMEMBERED = 1024  # between two reports
 
@@ -47,3 +50,13 @@ class StepTimes:
         seconds = statistics.median(self._steps_s)
         self._steps_s.clear()
         return seconds
+
+
+def as_step(step: int) -> int:
+    """Raises BadRequest for anything but a whole number. Accepts numpy's integers and tensors of one integer."""
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        return operator.index(step)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadRequest(f"take step {step!r}: a step is a whole number", hint="pass an int") from None
