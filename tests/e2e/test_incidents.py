@@ -26,7 +26,10 @@ def test_takeover_killed_trainer_and_hung_daemon_are_named(tmp_path: Path) -> No
         (run,) = daemon.status()["runs"]
         risks: dict[str, Any] = {risk["lost"]: risk["tier"] for risk in run["at_risk"]}
         assert risks["trainers"] == "memory"
-        assert risks["region"] is None
+        assert risks["node"] is risks["region"] is None, "cold is a directory on hot's disk"
+        shown = daemon.tierd("status").stdout
+        assert "if the node is lost now: all work is lost: no cold tier off hot's disk has a checkpoint" in shown
+        assert f"file://{daemon.cold}  on hot's disk\n" in shown
         new.connect(daemon.socket)
         wait_until(lambda: "TierdFenced" in named(daemon), "the takeover")
         assert daemon.metric('tierd_failures_total{kind="stale",stage="wire"}') >= 1

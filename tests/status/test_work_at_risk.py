@@ -32,6 +32,11 @@ def test_without_a_tier_that_survives_all_work_is_lost() -> None:
     assert work_at_risk({}, world_size=1, is_running=True) == []
 
 
+def test_a_cold_tier_on_the_disk_of_hot_is_lost_with_the_node() -> None:
+    risks = work_at_risk(SOURCES, world_size=1, is_running=True, on_hot_disk={"cold"})
+    assert [(risk.lost, risk.tier) for risk in risks] == [("trainers", "memory"), ("node", "dr"), ("region", None)]
+
+
 def test_a_run_that_does_not_train_loses_no_more_with_time() -> None:
     trainers, node, _ = work_at_risk(SOURCES, world_size=2, is_running=False, step_s=2.0)
     assert (trainers.seconds, trainers.steps) == (0.0, 0)

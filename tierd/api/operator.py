@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 
 import msgspec
@@ -36,6 +36,7 @@ from tierd.memory.slot import SlotState
 from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX
 from tierd.status.alarm_rules import alarms
 from tierd.status.checkpoint_report import checkpoint_report, checkpoint_rows, read_diagnosis
+from tierd.status.disks import free_bytes, on_disk_of
 from tierd.status.lifecycle_report import lifecycle_report
 from tierd.status.report import (
     LOOK_S,
@@ -52,7 +53,6 @@ from tierd.status.report import (
     costs_report,
     everywhere_report,
     foreign_sentences,
-    free_bytes,
     newest_part_report,
     newest_report,
     run_report,
@@ -111,7 +111,11 @@ class Operator:
 
     async def _status_now(self) -> StatusReport:
         slot_counts = self._memory.slot_counts()
-        free = await asyncio.gather(*map(free_bytes, self._context.tiers.values()))
+        tiers = self._context.tiers
+        free, on_hot_disk = await asyncio.gather(
+            asyncio.gather(*map(free_bytes, tiers.values())),
+            on_disk_of(tiers[HOT], self._context.cold.values()),
+        )
         left = to_reap(self._catalog, self._context.config)
         return StatusReport(
             version=tierd.__version__,
@@ -128,7 +132,7 @@ class Operator:
                 for tier, lister in self._listers.items()
                 for checkpoint in lister.lost
             ],
-            runs=[self._run(run) for run in sorted({*self._catalog.runs(), *self._memory.runs()})],
+            runs=[self._run(run, on_hot_disk) for run in sorted({*self._catalog.runs(), *self._memory.runs()})],
             tiers=[
                 tier_report(
                     self._catalog,
@@ -137,8 +141,9 @@ class Operator:
                     tier_free_bytes,
                     listed_age_s=self._listed_age_s(name),
                     to_reap=left.get(name),
+                    is_on_hot_disk=name in on_hot_disk,
                 )
-                for (name, tier), tier_free_bytes in zip(self._context.tiers.items(), free, strict=True)
+                for (name, tier), tier_free_bytes in zip(tiers.items(), free, strict=True)
             ],
             queues=queue_reports(self._context),
             watches=[watcher.report() for watcher in self._watchers],
@@ -159,7 +164,7 @@ class Operator:
             async with asyncio.timeout(LOOK_S):
                 await asyncio.gather(*(lister.look() for lister in self._listers.values()))
 
-    def _run(self, run: Run) -> RunReport:
+    def _run(self, run: Run, on_hot_disk: Set[str]) -> RunReport:
         report = run_report(self._catalog, run, self._now())
         newest = self._memory.newest_restorable(run)
         in_memory = newest and newest_report(newest.id, newest.head.created_at, self._now())
@@ -194,7 +199,7 @@ class Operator:
         if (pause := self._memory.progress.pause(run, now_s)) is not None:
             report.pause = Pause(round(pause.seconds, 1), round(pause.limit_s, 1))
         report.newer_generation = self._context.newer_generations().get(run)
-        report.at_risk = self._at_risk(run, report)
+        report.at_risk = self._at_risk(run, report, on_hot_disk)
         # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
         unhealthy |= {each.id for each in self._memory.complete(run) if each.diagnosis and not each.diagnosis.healthy}
@@ -202,7 +207,7 @@ class Operator:
         report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
         return report
 
-    def _at_risk(self, run: Run, report: RunReport) -> list[RiskReport]:
+    def _at_risk(self, run: Run, report: RunReport, on_hot_disk: Set[str]) -> list[RiskReport]:
         costs = self._context.metrics.mean_s(self._context.metrics.restore_seconds)
         return work_at_risk(
             sources_of(report),
@@ -210,6 +215,7 @@ class Operator:
             is_running=report.state == "running",
             step_s=self._memory.progress.step_s(run),
             restore_s={tier: mean_s for tier, (mean_s, _) in costs.items()},
+            on_hot_disk=on_hot_disk,
         )
 
     def _partner(self, run: Run) -> PartnerReport | None:

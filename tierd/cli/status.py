@@ -7,6 +7,7 @@ exit code is that of a monitoring check.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Set
 from typing import Annotated
 
 import typer
@@ -23,8 +24,10 @@ from tierd.cli.roster_table import print_roster
 from tierd.errors import DaemonUnreachable, TierdError
 from tierd.format.ids import Run
 from tierd.format.node_file import ranks_text
+from tierd.lifecycle.policy import HOT
 from tierd.status.alarm import Severity
 from tierd.status.alarm_rules import alarms
+from tierd.status.disks import free_bytes, on_disk_of
 from tierd.status.report import (
     NewestCheckpoint,
     NewestPart,
@@ -34,7 +37,6 @@ from tierd.status.report import (
     TierReport,
     WatchReport,
     foreign_sentences,
-    free_bytes,
     run_report,
     sources_of,
     tier_report,
@@ -103,10 +105,14 @@ async def _list(settings: Settings) -> StatusReport:
         catalog = opened.catalog
         tiers: list[TierReport] = []
         left = to_reap(catalog, settings.config())
+        on_hot_disk = await on_disk_of(
+            opened.by_name[HOT], (opened.by_name[name] for name in opened.by_name if name != HOT)
+        )
         for name, tier in opened.by_name.items():
             is_there = catalog.tiers[name].is_known and name not in opened.absent
             tier_free_bytes = await free_bytes(tier) if is_there else None
             tiers.append(tier_report(catalog, name, tier.store.url, tier_free_bytes, to_reap=left.get(name)))
+            tiers[-1].is_on_hot_disk = name in on_hot_disk
             if name in opened.absent:
                 tiers[-1].error = "no such directory"
         return StatusReport(
@@ -118,14 +124,15 @@ async def _list(settings: Settings) -> StatusReport:
             holder=daemon_http.holder(settings.config()),
             halted=[str(halt) for halt in halted(catalog)],
             foreign=foreign_sentences(catalog),
-            runs=[_run_report(catalog, run) for run in catalog.runs()],
+            runs=[_run_report(catalog, run, on_hot_disk) for run in catalog.runs()],
             tiers=tiers,
         )
 
 
-def _run_report(catalog: Catalog, run: Run) -> RunReport:
+def _run_report(catalog: Catalog, run: Run, on_hot_disk: Set[str]) -> RunReport:
     report = run_report(catalog, run, now())
-    report.at_risk = work_at_risk(sources_of(report), world_size=1, is_running=False)
+    sources = sources_of(report)
+    report.at_risk = work_at_risk(sources, world_size=1, is_running=False, on_hot_disk=on_hot_disk)
     return report
 
 
@@ -142,7 +149,7 @@ def _print(report: StatusReport, settings: Settings) -> None:
     if not report.runs:
         print_result("no run is known")
     for run in report.runs:
-        _print_run(run, settings)
+        _print_run(run, settings, on_hot_disk=any(tier.is_on_hot_disk for tier in report.tiers))
     table(
         ["TIER", "CHECKPOINTS", "USED", "FREE", "WHERE"],
         [
@@ -151,7 +158,9 @@ def _print(report: StatusReport, settings: Settings) -> None:
                 _count(tier),
                 "" if tier.used_bytes is None else size(tier.used_bytes),
                 "" if tier.free_bytes is None else size(tier.free_bytes),
-                tier.url + (f"  {_place_problem(tier, tier.error)}" if tier.error else ""),
+                tier.url
+                + ("  on hot's disk" if tier.is_on_hot_disk else "")
+                + (f"  {_place_problem(tier, tier.error)}" if tier.error else ""),
             ]
             for tier in report.tiers
         ],
@@ -240,7 +249,7 @@ def _print_queue(queue: QueueReport) -> None:
         print_result(f"GIVEN UP: {no_space} checkpoints were deleted before {queue.tier} had them: hot had no room")
 
 
-def _print_run(run: RunReport, settings: Settings) -> None:
+def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None:
     nodes = None if run.nodes is UNSET else run.nodes
     expected = run.world_size and (len(nodes.ranks) if nodes else run.world_size)
     count = f"{run.ranks_attached} of {expected}" if expected else "no"
@@ -272,7 +281,7 @@ def _print_run(run: RunReport, settings: Settings) -> None:
     for risk in run.at_risk:
         if run.state == "running" or risk.tier is None or risk.steps or risk.seconds:
             whose = "the trainers are" if risk.lost == "trainers" else f"the {risk.lost} is"
-            print_result(f"  if {whose} lost now: {_risk(risk)}")
+            print_result(f"  if {whose} lost now: {_risk(risk, on_hot_disk=on_hot_disk)}")
     if run.unhealthy_steps:
         steps = ", ".join(map(str, dict.fromkeys(run.unhealthy_steps)))  # a step may be of several generations
         print_result(f"  UNHEALTHY: step {steps}: numbers that are not finite, or a bad loss")
@@ -282,10 +291,11 @@ def _print_run(run: RunReport, settings: Settings) -> None:
     print_result("")
 
 
-def _risk(risk: RiskReport) -> str:
+def _risk(risk: RiskReport, *, on_hot_disk: bool) -> str:
     if risk.tier is None:
-        nowhere = "no second cold tier has a checkpoint" if risk.lost == "region" else "no cold tier has a checkpoint"
-        return f"all work is lost: {nowhere}"
+        which = "second cold tier" if risk.lost == "region" else "cold tier"
+        which += " off hot's disk" if on_hot_disk else ""
+        return f"all work is lost: no {which} has a checkpoint"
     work = [f"{risk.steps} step{'' if risk.steps == 1 else 's'}"] if risk.steps is not None else []
     work += [] if risk.seconds is None else [duration(risk.seconds)]
     work += [] if not risk.gpu_seconds else [f"{duration(risk.gpu_seconds)} of GPU time"]

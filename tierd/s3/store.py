@@ -237,6 +237,9 @@ class S3Store:
     async def free_bytes(self) -> int | None:
         return None
 
+    async def disk(self) -> int | None:
+        return None
+
     def limit_writes(self, mib_s: float) -> None:
         self.requests.bandwidth.limit(mib_s)
 

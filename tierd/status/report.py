@@ -14,7 +14,6 @@ from msgspec import UNSET, UnsetType
 
 from tierd.catalog.catalog import Catalog
 from tierd.catalog.entry import sum_up_foreign
-from tierd.errors import TierdError
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.layout import parse_key
 from tierd.format.node_file import NodeFile, ranks_text
@@ -24,7 +23,6 @@ from tierd.memory.progress import Pause
 from tierd.metrics import Metrics
 from tierd.status.alarm import Alarm
 from tierd.status.work_at_risk import PEER, RiskReport, Source
-from tierd.tiers.tier import Tier
 
 LOOK_S = 5.0  # how long the daemon's answer to a command waits for fresh listings of the tiers
 FOREIGN_LISTED_MAX = 50  # an attacker can write any number
@@ -139,7 +137,8 @@ class TierReport(msgspec.Struct, kw_only=True):
 
     `listed_age_s`: since the last listing that succeeded began; only the daemon knows. `to_reap`: the checkpoints
     that no policy keeps there and that wait for `tierd reap`; None where the daemon deletes them itself. `parts`: how
-    many of `checkpoints` are only this node's part of one over several nodes; not set if none is."""
+    many of `checkpoints` are only this node's part of one over several nodes; not set if none is. `is_on_hot_disk`: it
+    is a cold tier on the file system of hot, and is lost with it."""
 
     name: str
     url: str
@@ -151,6 +150,7 @@ class TierReport(msgspec.Struct, kw_only=True):
     listed_age_s: float | None = None
     to_reap: int | None = None
     parts: int | UnsetType = UNSET
+    is_on_hot_disk: bool = False
 
 
 class LostReplica(msgspec.Struct, kw_only=True):
@@ -356,14 +356,6 @@ def sources_of(report: RunReport) -> dict[str, Source]:
     return {tier: Source(each.generation, each.step, each.age_s) for tier, each in newest.items() if each}
 
 
-async def free_bytes(tier: Tier) -> int | None:
-    """None where there is no limit, or no answer."""
-    try:
-        return await tier.store.free_bytes()
-    except TierdError:
-        return None
-
-
 def tier_report(
     catalog: Catalog,
     name: str,
@@ -372,6 +364,7 @@ def tier_report(
     *,
     listed_age_s: float | None = None,
     to_reap: int | None = None,
+    is_on_hot_disk: bool = False,
 ) -> TierReport:
     knowledge, manifests = catalog.tiers[name], catalog.manifests_in(name)
     return TierReport(
@@ -385,6 +378,7 @@ def tier_report(
         listed_age_s=listed_age_s,
         to_reap=to_reap,
         parts=sum(isinstance(one, NodeFile) for one in manifests) or UNSET,
+        is_on_hot_disk=is_on_hot_disk,
     )
 
 

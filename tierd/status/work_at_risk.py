@@ -1,8 +1,8 @@
 """How much work of a run is lost if its trainers, its node or its region are lost now, and what the restart costs.
 
-Pure. What survives: the loss of the trainers leaves every tier; the loss of the node leaves the cold tiers and, over
-several nodes, the copy on another node; the loss of the region leaves the cold tiers but the one that is ahead, because
-nothing says which of them is in the region.
+Pure. What survives: the loss of the trainers leaves every tier; the loss of the node leaves the cold tiers that are not
+on hot's disk and, over several nodes, the copy on another node; the loss of the region leaves those cold tiers but the
+one that is ahead, because nothing says which of them is in the region.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ def work_at_risk(
     is_running: bool,
     step_s: float | None = None,
     restore_s: Mapping[str, float] | None = None,
+    on_hot_disk: Collection[str] = (),
 ) -> list[RiskReport]:
     """`sources`: of the tiers that have one, nearest first; PEER is the copy on another node. `step_s`: how long a step
-    takes. `restore_s`: measured, by tier. Empty where the run has no checkpoint."""
+    takes. `restore_s`: measured, by tier. `on_hot_disk`: the cold tiers there. Empty without a checkpoint."""
     if not sources:
         return []
     newest = max(sources.values(), key=lambda source: source[:2])
-    off_node = [tier for tier in sources if tier not in MEMORY_AND_DISK]
+    off_node = [tier for tier in sources if tier not in (*MEMORY_AND_DISK, *on_hot_disk)]
     cold = [tier for tier in off_node if tier != PEER]
     ahead = _best(sources, cold)
     survivors = {"trainers": list(sources), "node": off_node, "region": [tier for tier in cold if tier != ahead]}

@@ -265,11 +265,15 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         return await self.pool.query(self.root.is_dir)
 
     async def free_bytes(self) -> int | None:
-        def measure() -> int:
-            return shutil.disk_usage(next(path for path in (self.root, *self.root.parents) if path.exists())).free
-
         with translated(f"measure the free space of {self.url}"):
-            return await self._free_space_pool.query(measure)
+            return await self._free_space_pool.query(lambda: shutil.disk_usage(self._existing()).free)
+
+    async def disk(self) -> int | None:
+        with translated(f"look on which disk {self.url} is"):
+            return await self._free_space_pool.query(lambda: self._existing().stat().st_dev)
+
+    def _existing(self) -> Path:
+        return next(path for path in (self.root, *self.root.parents) if path.exists())
 
     def limit_writes(self, mib_s: float) -> None:
         self._bandwidth.limit(mib_s)

@@ -160,6 +160,10 @@ class Store(ReadableStore, Protocol):
         """Free space, or None where there is no limit."""
         ...
 
+    async def disk(self) -> int | None:
+        """Which file system of this machine it is on, as its device number; None: on none."""
+        ...
+
     def limit_writes(self, mib_s: float) -> None:
         """Cap puts, those in progress too, at `mib_s` MiB/s from now on; 0: no cap."""
         ...

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from tierd.status.report import free_bytes
+from tierd.status.disks import free_bytes
 from tierd.tiers.tier import Tier
 
 log = logging.getLogger("tierd")

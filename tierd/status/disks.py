@@ -1,0 +1,31 @@
+"""What the stores of the tiers say about their disks, for the status: free space, and what is lost with hot's disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from tierd.errors import TierdError
+from tierd.tiers.tier import Tier
+
+
+async def free_bytes(tier: Tier) -> int | None:
+    """None where there is no limit, or no answer."""
+    try:
+        return await tier.store.free_bytes()
+    except TierdError:
+        return None
+
+
+async def on_disk_of(hot: Tier, colds: Iterable[Tier]) -> set[str]:
+    """The names of the cold tiers that are lost with hot's disk. One that does not answer is on another disk."""
+
+    async def disk(tier: Tier) -> int | None:
+        try:
+            return await tier.store.disk()
+        except TierdError:
+            return None
+
+    others = list(colds)
+    of_hot, *found = await asyncio.gather(*map(disk, [hot, *others]))
+    return {tier.name for tier, of_tier in zip(others, found, strict=True) if of_tier is not None and of_tier == of_hot}
