@@ -459,6 +459,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/opened_tiers.py": "cli/test_ls.py",
     "tierd/cli/partial_restore.py": "cli/test_restore_cold.py",
     "tierd/transfer/assembled.py": "cli/test_export.py",
+    "tierd/transfer/imported.py": "cli/test_flat_import.py",
     "tierd/cli/replicas.py": "cli/test_restore.py",
     "tierd/cli/show.py": "cli/test_verbs.py",
     "tierd/cli/run_requests.py": "cli/test_stop.py",

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import keyword
 import logging
 import os
 import signal
@@ -79,15 +80,11 @@ def _print_error(error: Exception) -> int:
 
 VERBS = (
     *("serve", "status", "runs", "ls", "show", "diff", "restore", "export", "verify", "drill"),
-    *("milestone", "note", "notes", "fork", "stop", "snapshot", "adopt", "lifecycle", "cadence", "reap", "doctor"),
-    *("demo", "key", "log", "version"),
+    *("milestone", "note", "notes", "fork", "stop", "snapshot", "adopt", "import", "lifecycle", "cadence"),
+    *("reap", "doctor", "demo", "key", "log", "version"),
 )
-_MODULES = {
-    "notes": "note",
-    "stop": "run_requests",
-    "snapshot": "run_requests",
-    "version": "serve",
-}  # else the verb's own name
+# The module of a verb, where it is not named as the verb.
+_MODULES = {"notes": "note", "stop": "run_requests", "snapshot": "run_requests", "version": "serve"}
 
 
 def make_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
@@ -102,8 +99,9 @@ def make_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
     app.callback()(settings)
     # Only the verb that is called is imported: a daemon holds no other verb in memory, and `tierd ls` starts faster.
     for verb in verbs:
-        module = importlib.import_module(f"tierd.cli.{_MODULES.get(verb, verb)}")
-        app.command(verb)(_guarded(getattr(module, verb)))
+        name = f"{verb}_" if keyword.iskeyword(verb) else verb
+        module = importlib.import_module(f"tierd.cli.{_MODULES.get(verb, name)}")
+        app.command(verb)(_guarded(getattr(module, name)))
     return app
 
 

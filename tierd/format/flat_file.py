@@ -17,7 +17,7 @@ import msgspec
 
 from tierd.errors import Corrupt, Unsupported
 from tierd.format.tagged import Json
-from tierd.format.whole import AssembledFile, WholeTensor
+from tierd.format.whole import AssembledFile, WholeTensor, whole_in
 
 HEADER = struct.Struct("<ii")
 INT32_MAX = (1 << 31) - 1
@@ -125,6 +125,33 @@ def _parameter(name: str, prefix: str, shapes: Mapping[str, tuple[int, ...]], wh
             )
     step = f"{prefix}.state.{name}.step"
     return Parameter(name=name, weight=weight, m=m, v=v, step=step if step in shapes else "")
+
+
+def tensors_in(
+    file: str, count: int, parameters: Sequence[Parameter], tensors: Mapping[str, WholeTensor], *, where: str
+) -> list[WholeTensor]:
+    """Weights, m and v in a flat file with `count` parameters. `tensors`: those of a checkpoint of the same training,
+    which say the shapes. Raises Unsupported where one is not float32, or their elements are not `count`."""
+    found: list[WholeTensor] = []
+    offset = HEADER.size
+    for which in ("weight", "m", "v"):
+        begin = offset
+        for parameter in parameters:
+            like = tensors[getattr(parameter, which)]
+            if like.dtype != "F32":
+                raise Unsupported(
+                    f"import {where}: {like.name} is {like.dtype} in the checkpoint that --like names; a flat file "
+                    "holds float32 only"
+                )
+            tensor = whole_in(file, like.name, "F32", like.shape, offset)
+            offset += tensor.size_bytes
+            found.append(tensor)
+        if (named := (offset - begin) // ITEM_BYTES) != count:
+            raise Unsupported(
+                f"import {where}: it has {count} parameters, and the checkpoint that --like names has {named}",
+                hint="--like names a checkpoint of the same model and optimizer",
+            )
+    return found
 
 
 def assemble(

@@ -13,10 +13,11 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tierd.errors import Corrupt
 from tierd.format.boxes import Box, cover_problem, spanned_shape
-from tierd.format.shard import DTYPE_BYTES, Shard, TensorEntry
+from tierd.format.shard import DTYPE_BYTES, Shard, TensorEntry, TensorSpec, plan_layout
 
 HEADER_ALIGN_BYTES = 8  # as the safetensors library writes it
 
@@ -104,6 +105,29 @@ class WholeFile(AssembledFile):
         body = json.dumps(table, separators=(",", ":")).encode()
         body = body.ljust(-(-len(body) // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES)
         super().__init__(struct.pack("<Q", len(body)) + body, ordered)
+
+
+def as_shard(tensors: Sequence[WholeTensor], tierd: dict[str, Any]) -> AssembledFile:
+    """The same tensors as one shard of a checkpoint. `tierd`: its metadata. Raises Unsupported as `plan_layout`."""
+    specs = [
+        TensorSpec(
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            saved_offsets=(0,) * len(tensor.shape),
+            torch_dtype=tensor.parts[0].entry.torch_dtype,
+        )
+        for tensor in tensors
+    ]
+    layout = plan_layout(specs, tierd)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    return AssembledFile(layout.encode_header(tierd), [by_name[entry.name] for entry in layout.tensors])
+
+
+def whole_in(file: str, name: str, dtype: str, shape: tuple[int, ...], offset: int) -> WholeTensor:
+    """A tensor that lies whole at `offset` of a file, in C order."""
+    entry = TensorEntry(name=name, dtype=dtype, shape=shape, saved_offsets=(0,) * len(shape), offset=offset)
+    return WholeTensor(name, dtype, shape, (Part(file, entry),))
 
 
 def _pieces(tensor: WholeTensor, part: Part, at: int, begin: int, end: int) -> Iterator[Piece]:

@@ -136,6 +136,21 @@ def adopted_id(
             f"{what}: tierd's client writes that run, such as {snapshot}",
             hint="choose another run name",
         )
+    return next_id(catalog, run, step, generation, what=what, generation_max=generation_max, is_lenient=is_lenient)
+
+
+def next_id(
+    catalog: Catalog,
+    run: Run,
+    step: int | None,
+    generation: int | None,
+    *,
+    what: str,
+    generation_max: int | None = None,
+    is_lenient: bool = False,
+) -> CheckpointId:
+    """As `adopted_id`, whoever writes the run. `what`: is being done, for messages."""
+    entries = catalog.entries(run)
     if generation is not None and generation_max is not None and generation > generation_max:
         raise BadRequest(f"{what}: generation {generation} is not between 1 and {generation_max}")
     unreadable = {checkpoint: why for (_, checkpoint), why in catalog.unreadable().items() if checkpoint.run == run}

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from tierd.errors import Corrupt
 from tierd.format.whole import AssembledFile
+from tierd.tiers.store import Source
 
 ReadPiece = Callable[[str, int, memoryview], None]
 """(file, offset, buffer) → fills the whole buffer with that file's bytes."""
+
+ReadPieceAsync = Callable[[str, int, memoryview], Awaitable[None]]
+"""The same, where only the event loop can read."""
 
 
 def fill_from(file: AssembledFile, read: ReadPiece) -> Callable[[int, memoryview], None]:
     """What fills a buffer with the file's bytes from an offset. Raises Corrupt where the tensors leave a hole."""
 
     def fill(offset: int, buffer: memoryview) -> None:
-        header = file.header[offset : offset + len(buffer)]
-        buffer[: len(header)] = header
-        done = len(header)
+        done = _fill_header(file, offset, buffer)
         for piece in file.pieces(offset + done, offset + len(buffer)):
             read(piece.shard, piece.offset, buffer[piece.at - offset : piece.at - offset + piece.length])
             done += piece.length
-        if done != len(buffer):
-            raise Corrupt(f"assemble a whole file: some of its bytes {offset} to {offset + len(buffer)} are missing")
+        _check_whole(offset, done, buffer)
 
     return fill
+
+
+def source_of(file: AssembledFile, read: ReadPieceAsync) -> Source:
+    """The file's bytes as a source. Its fill raises Corrupt where the tensors leave a hole, and as `read`."""
+
+    async def fill(offset: int, buffer: memoryview) -> None:
+        done = _fill_header(file, offset, buffer)
+        for piece in file.pieces(offset + done, offset + len(buffer)):
+            await read(piece.shard, piece.offset, buffer[piece.at - offset : piece.at - offset + piece.length])
+            done += piece.length
+        _check_whole(offset, done, buffer)
+
+    return Source(fill)
+
+
+def _fill_header(file: AssembledFile, offset: int, buffer: memoryview) -> int:
+    """How many bytes of the header belong into the buffer: they are there then."""
+    header = file.header[offset : offset + len(buffer)]
+    buffer[: len(header)] = header
+    return len(header)
+
+
+def _check_whole(offset: int, done: int, buffer: memoryview) -> None:
+    if done != len(buffer):
+        raise Corrupt(f"assemble a whole file: some of its bytes {offset} to {offset + len(buffer)} are missing")

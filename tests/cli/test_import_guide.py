@@ -1,0 +1,35 @@
+"""The commands of docs/guides/import.md, run in their order."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.cli import House, make_house
+from tests.support.state import Training, commit, stage
+from tierd.cli.app import make_app
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/import.md"
+
+
+def commands() -> list[list[str]]:
+    blocks = re.findall(r"^```sh\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+
+
+def test_the_commands_of_the_guide_succeed_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    house: House = make_house(tmp_path)
+    training = Training.fresh()
+    training.train(4)
+    commit(house.hot, [stage(training.state())], run="old", step=4)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIERD_CONFIG", str(house.config))
+    assert len(commands()) > 3
+    for program, *arguments in commands():
+        assert program == "tierd"
+        result = CliRunner().invoke(make_app(), arguments)
+        assert result.exit_code == 0, f"{arguments}: {result.output}"

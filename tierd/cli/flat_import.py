@@ -1,0 +1,151 @@
+"""Opens a flat file for `tierd import`: weights, m, v and the step come from it, all else from a checkpoint.
+
+A flat file names nothing. The checkpoint of `--like` has the names, the shapes, and what the file lacks: buffers, the
+scheduler, generators. It is read from its tiers, verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import struct
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tierd.catalog.selectable import selectable_replicas
+from tierd.cli.console import print_note
+from tierd.cli.opened_tiers import OpenedTiers
+from tierd.cli.replicas import Replicas
+from tierd.config.sections import Config
+from tierd.descriptors import read_all
+from tierd.errors import BadConfig, Corrupt, NotFound, Transient, Unsupported
+from tierd.format import flat_file
+from tierd.format.flat_file import Parameter
+from tierd.format.whole import WholeTensor, whole_in, whole_tensors
+from tierd.lifecycle.selection import CheckpointQuery
+from tierd.tiers.tree import closing_fd
+from tierd.transfer.imported import ImportedState
+from tierd.transfer.verified_reader import VerifiedReader
+
+FORMAT = "flat"
+EXACT_MAX = 1 << 24  # a float32 counts no further without a gap
+_FLAT, _STEP = "", "/step"  # no names of shards
+_FLOAT = struct.Struct("<f")
+
+
+@asynccontextmanager
+async def open_flat(
+    path: Path, like: CheckpointQuery, tiers: OpenedTiers, config: Config
+) -> AsyncGenerator[ImportedState, Any]:
+    """The state in a flat file. The caller reads it within the block. Raises NotFound, Corrupt or Unsupported."""
+    async with AsyncExitStack() as stack:
+        try:
+            fd = stack.enter_context(closing_fd(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)))
+        except OSError as error:
+            raise NotFound(f"import {path}: {error.strerror}") from error
+        before = os.fstat(fd)
+        if not stat.S_ISREG(before.st_mode):
+            raise BadConfig(f"import {path}: it is no regular file")
+        step, count = flat_file.parse_header(os.pread(fd, flat_file.HEADER.size, 0), before.st_size, where=str(path))
+        inventory = selectable_replicas(tiers.catalog)
+        replicas = await stack.enter_async_context(Replicas(like, inventory, tiers.by_name, config))
+        await replicas.nearest()
+        template = replicas.manifest
+        if template.is_adopted:
+            raise Unsupported(
+                f"import {path} like {template.id}: another program wrote that, and tierd does not read its files",
+                hint="--like names a checkpoint that tierd's client wrote",
+            )
+        reader = VerifiedReader(template, replicas.nearest)
+        shards = {entry.name: await reader.shard(entry.name) for entry in template.files}
+        tensors = {tensor.name: tensor for tensor in whole_tensors(shards)}
+        trees = [
+            shard.tierd.get("state", {})
+            for shard in sorted(shards.values(), key=lambda shard: shard.tierd.get("rank", 0))
+        ]
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        parameters = flat_file.parameters_of(trees[0], shapes, where=str(template.id))
+        from_file = flat_file.tensors_in(_FLAT, count, parameters, tensors, where=str(path))
+        if step != template.step:
+            await _check_counts(parameters, tensors, reader, template.step, step, where=str(path))
+            from_file += [whole_in(_STEP, each.step, "F32", (), 0) for each in parameters]
+        replaced = {tensor.name: tensor for tensor in from_file}
+        _report_taken(tensors.keys() - replaced.keys(), trees, str(template.id))
+        lock = asyncio.Lock()
+
+        async def read(file: str, offset: int, buffer: memoryview) -> None:
+            if file == _FLAT:
+                await asyncio.to_thread(_read, fd, offset, buffer, path)
+            elif file == _STEP:
+                buffer[:] = _FLOAT.pack(step)[offset : offset + len(buffer)]
+            else:
+                async with lock:
+                    await reader.fill(file, offset, buffer)
+
+        def check_unchanged() -> None:
+            after = os.fstat(fd)
+            if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                raise Transient(f"import {path}: it was written meanwhile", hint="import it when it is complete")
+
+        yield ImportedState(
+            format=FORMAT,
+            step=step,
+            created_at=datetime.fromtimestamp(before.st_mtime, UTC).isoformat(timespec="microseconds"),
+            trees=trees,
+            tensors=list((tensors | replaced).values()),
+            read=read,
+            check_unchanged=check_unchanged,
+            architecture_hash=template.architecture_hash,
+            metrics={},
+            versions={"like": str(template.id)},
+        )
+
+
+async def _check_counts(
+    parameters: Sequence[Parameter],
+    tensors: Mapping[str, WholeTensor],
+    reader: VerifiedReader,
+    template_step: int,
+    step: int,
+    *,
+    where: str,
+) -> None:
+    """Raises Unsupported unless Adam's own count of steps follows from the step: each is a float32 that is the step of
+    the template."""
+    why = ""
+    if step > EXACT_MAX:
+        why = f"step {step} is no exact float32"
+    for parameter in parameters if not why else ():
+        tensor = tensors.get(parameter.step)
+        if tensor is None or (tensor.dtype, tensor.shape) != ("F32", ()):
+            why = f"its optimizer does not count the steps of {parameter.name} as a float32"
+            break
+        raw = bytearray(_FLOAT.size)
+        await reader.fill(tensor.parts[0].shard, tensor.parts[0].entry.offset, memoryview(raw))
+        if (counted := _FLOAT.unpack(raw)[0]) != template_step:
+            why = f"its optimizer has counted {counted:g} steps of {parameter.name}"
+            break
+    if why:
+        raise Unsupported(
+            f"import {where} of step {step} like a checkpoint of step {template_step}: {why}, so Adam's count at step "
+            f"{step} is not known",
+            hint="--like names a checkpoint of the same step",
+        )
+
+
+def _report_taken(names: set[str], trees: Sequence[Any], template: str) -> None:
+    """Says what the flat file lacks and the template gave."""
+    shown = sorted(names)
+    tensors = [", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")] if shown else []
+    sections = sorted(name for name in trees[0] if name not in ("model", "optimizer"))
+    if taken := [*sections, *tensors]:
+        print_note(f"tierd: from {template}, not from the file: {'; '.join(taken)}")
+
+
+def _read(fd: int, offset: int, buffer: memoryview, path: Path) -> None:
+    if missing := read_all(fd, offset, buffer):
+        raise Corrupt(f"import {path}: it ends at byte {offset + len(buffer) - missing}")

@@ -1,0 +1,198 @@
+"""`tierd import`: makes a file of another format a checkpoint in the hot tier, as tierd's client writes one.
+
+The checkpoint is built beside its place in the hot directory, read back, and moved there by one rename: a daemon never
+sees an incomplete one. Needs no daemon; one that runs on this directory finds it at once.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tierd.catalog.identity import Identities
+from tierd.catalog.listing import refresh_run
+from tierd.cli import daemon_http, options
+from tierd.cli.console import duration, now, print_report, progress_bar, size
+from tierd.cli.diff import parse_checkpoint
+from tierd.cli.flat_import import open_flat
+from tierd.cli.log import check_key, record
+from tierd.cli.opened_tiers import OpenedTiers, open_tiers
+from tierd.cli.options import settings_of
+from tierd.config.sections import Config
+from tierd.errors import BadConfig, BadRequest, Corrupt, DaemonUnreachable, LockHeld, TargetNotEmpty
+from tierd.format.audit import Action
+from tierd.format.digest import preferred
+from tierd.format.ids import CheckpointId, Run, check_run
+from tierd.format.manifest import Manifest
+from tierd.keys.key_file import keyring_of
+from tierd.lifecycle.policy import HOT
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.run_lock import run_lock
+from tierd.tiers.tier import Tier
+from tierd.transfer.atomic_output import atomic_output
+from tierd.transfer.imported import ImportedState, imported_id
+from tierd.transfer.verify import verify_files
+
+
+class Imported(msgspec.Struct, kw_only=True):
+    """What `tierd import --json` prints. `is_new`: False where the same was imported before, and nothing was done."""
+
+    run: str
+    step: int
+    generation: int
+    sequence: int
+    path: str
+    format: str
+    tier: str
+    size_bytes: int
+    created_at: str
+    seconds: float = 0.0
+    is_new: bool
+    is_dry_run: bool
+
+
+async def import_(
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A flat file: int32 step, int32 n, weights, m, v.")],
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run that gets the checkpoint.")],
+    like: Annotated[
+        str,
+        typer.Option(
+            "--like",
+            metavar="CHECKPOINT",
+            help="[RUN/]STEP, latest or milestone:NAME: gives names, shapes, and all that the file lacks.",
+        ),
+    ],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="Refuse the file unless it is of this step.")
+    ] = None,
+    generation: Annotated[
+        int | None,
+        typer.Option("--generation", metavar="G", min=1, help="Its generation; default: the newest of the run."),
+    ] = None,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+) -> int:
+    """Make a file of another format a checkpoint that the training restores as one of its own."""
+    name = check_run(run)
+    settings = settings_of(context)
+    config = settings.config()
+    check_key(config)
+    check_no_trainer(config, name)
+    template = parse_checkpoint(like, None if "/" in like else run)
+    began_s = time.monotonic()
+    async with open_tiers(settings) as tiers:
+        code = tiers.check_reachable()
+        async with open_flat(path.absolute(), template, tiers, config) as state:
+            if step not in (None, state.step):
+                raise BadConfig(f"import {path} as step {step}: it is of step {state.step}", hint="leave --step out")
+            report = await import_state(state, path.absolute(), name, generation, tiers, config, is_dry_run=dry_run)
+    report.seconds = round(time.monotonic() - began_s, 6)
+    print_report(report, as_json=json, text=sentence(report))
+    return code
+
+
+def sentence(report: Imported) -> str:
+    what = f"{report.path} ({report.format}) as {report.run} step {report.step} (generation {report.generation})"
+    if not report.is_new:
+        return f"imported before: {what}: the checkpoint has the same bytes"
+    if report.is_dry_run:
+        return f"would import {what} into hot: {size(report.size_bytes)}"
+    return f"imported {what} into hot: {size(report.size_bytes)} in {duration(report.seconds)}, verified"
+
+
+def check_no_trainer(config: Config, run: Run) -> None:
+    """Raises BadRequest where trainers of the run are attached to the daemon of this hot directory, and
+    DaemonUnreachable where that daemon does not answer."""
+    try:
+        status = daemon_http.find(config).status
+    except DaemonUnreachable:
+        if daemon_http.holder(config) is None:
+            return
+        raise
+    report = next((report for report in status.runs if report.run == run), None)
+    if report is not None and report.ranks_attached:
+        raise BadRequest(
+            f"import into {run}: its training runs, {report.ranks_attached} ranks are attached",
+            hint=f"`tierd stop --run {run}` first, or choose another run name",
+        )
+
+
+async def import_state(
+    state: ImportedState,
+    path: Path,
+    run: Run,
+    generation: int | None,
+    tiers: OpenedTiers,
+    config: Config,
+    *,
+    is_dry_run: bool,
+) -> Imported:
+    """Commits the state, unless the same was imported before. Raises TargetNotEmpty if other bytes are there."""
+    limit = tiers.catalog.claims.generation_limit(run, now().timestamp())
+    checkpoint = imported_id(tiers.catalog, run, state.step, generation, generation_max=limit)
+    shards = state.shards(checkpoint)
+    report = Imported(
+        **msgspec.to_builtins(checkpoint),
+        sequence=tiers.catalog.sequence_max(run) + 1,
+        path=str(path),
+        format=state.format,
+        tier=HOT,
+        size_bytes=sum(shard.size_bytes for shard in shards.values()),
+        created_at=state.created_at,
+        is_new=True,
+        is_dry_run=is_dry_run,
+    )
+    if (entry := tiers.catalog.get(checkpoint)) is not None:
+        with progress_bar(f"comparing step {checkpoint.step}", report.size_bytes) as progress:
+            difference = await state.difference(entry.manifest, shards, progress=progress)
+        if difference:
+            raise TargetNotEmpty(
+                f"import {path} as {checkpoint}: that checkpoint exists, and {difference}",
+                hint=f"--generation {checkpoint.generation + 1} imports it as a step of a new timeline",
+            )
+        report.is_new, report.sequence = False, entry.manifest.sequence
+    elif not is_dry_run:
+        manifest = await _commit(state, checkpoint, tiers, config)
+        report.sequence = manifest.sequence
+        await record(config, Action.COMMITTED, checkpoint, HOT, reason=f"imported from {path}")
+    return report
+
+
+async def _commit(state: ImportedState, checkpoint: CheckpointId, tiers: OpenedTiers, config: Config) -> Manifest:
+    keyring = keyring_of(config.security.key_file, to_sign=True)
+    shards = state.shards(checkpoint)
+    size_bytes = sum(shard.size_bytes for shard in shards.values())
+    target = config.hot_path / checkpoint.run / checkpoint.name
+    with atomic_output(target, size_bytes=size_bytes, access=config.access) as output:
+        url = f"file://{output.partial}"
+        timeout_s = 2 * config.limits.request_timeout_s
+        async with DirectoryStore(output.folder, timeout_s=timeout_s, access=output.access, url=url) as store:
+            algorithm = "" if keyring is None else preferred()
+            with progress_bar(f"step {checkpoint.step} into hot", size_bytes) as progress:
+                files = await state.write(checkpoint, shards, store, algorithm=algorithm, progress=progress)
+            tier = Tier("imported", store, limits=config.limits)
+            with progress_bar("reading back", size_bytes) as progress:
+                written = state.manifest(checkpoint, files, sequence=1)
+                verification = await verify_files(tier, written, progress=progress)
+            if verification.problems:
+                raise Corrupt(
+                    f"import {checkpoint}: what was written does not read back: {verification.sentences[0]}",
+                    hint="nothing was committed; docs/RUNBOOK.md#corrupt-chunk",
+                )
+            state.check_unchanged()
+            # Another command, or a daemon, may have committed other steps while this one was written.
+            async with run_lock(store.pool, target.parent):
+                await refresh_run(tiers.catalog, tiers.by_name[HOT], checkpoint.run, Identities(config))
+                if tiers.catalog.get(checkpoint) is not None:
+                    raise LockHeld(f"import {checkpoint}: another process has just committed that step")
+                manifest = state.manifest(checkpoint, files, sequence=tiers.catalog.sequence_max(checkpoint.run) + 1)
+                if keyring is not None:
+                    manifest = keyring.sign_manifest(manifest)
+                await tier.commit(manifest)
+                output.publish(output.folder / checkpoint.run / checkpoint.name)
+    return manifest
