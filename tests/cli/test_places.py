@@ -44,7 +44,7 @@ def test_commands_look_at_the_tiers_now_and_name_what_disappeared(tmp_path: Path
         verified = daemon.tierd("verify")
         assert verified.returncode == Corrupt.exit_code
         assert "damaged: run42/000000000010-g0001 disappeared from cold" in verified.stdout
-        assert "LOST: run42/000000000010-g0001 disappeared from cold" in daemon.tierd("status").stdout
+        assert "run42/000000000010-g0001 disappeared from cold" in daemon.tierd("status").stdout
         wait_until(lambda: daemon.steps("cold") == [100], "hot's checkpoint to be sent again")
         assert daemon.metric('tierd_lost_checkpoints_total{tier="cold"}') == 2.0
         assert "lost" in [failure["kind"] for failure in daemon.status()["failures"]]

@@ -1,18 +1,290 @@
-"""Incidents that are staged on a real daemon and a real trainer: what `tierd status` and the metrics say of each."""
+"""Incidents that are staged on a real daemon, trainer and bucket, with a real Prometheus beside them.
+
+Of each: `tierd status` and the alert name it, what docs/RUNBOOK.md says cures it, and no durable checkpoint is lost.
+"""
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
+import subprocess
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
+
+from tests.e2e.test_nodes_copies import lose, safe
+from tests.e2e.test_nodes_peers import peers
+from tests.e2e.test_nodes_restore import hold_cold
+from tests.support.bucket import Bucket, bucket_server
+from tests.support.cli import flip_a_bit
 from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer
+from tests.support.nodes import connect_on
+from tests.support.prometheus import Prometheus, prometheus
+from tests.support.runbook import Section
+from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY
+from tests.support.small_disk import small_disk
+from tests.support.trainer import Trainer, joined, together
 from tests.support.waiting import wait_until
+from tierd.format import layout
+from tierd.status.alarm_rules import RECENT_S, alarms
+from tierd.status.report import StatusReport
+
+NAMED_WITHIN_S = 60.0
+KEEP_ALL = "[lifecycle.hot]\nkeep_last = 100\n[lifecycle.cold]\nkeep_last = 100\n"
+SOON = "request_timeout_s = 3.0\ncold_list_interval_s = 1.0\n"
 
 
-def named(daemon: Daemon) -> set[str]:
-    return {alarm["alert"] for alarm in daemon.status()["alarms"]}
+class Stage:
+    """A daemon, a trainer of the run "run", and what Prometheus says. `digests`: of the durable steps."""
+
+    def __init__(self, daemon: Daemon, trainer: Trainer, observer: Prometheus) -> None:
+        self.daemon = daemon
+        self.trainer = trainer
+        self.prometheus = observer
+        self.digests: dict[int, str] = {}
+
+    def save(self, *, durable_in: str = "cold") -> int:
+        """One more step, durable in that tier."""
+        self.trainer.train(1)
+        self.trainer.snapshot()
+        if durable_in == "hot":
+            self.trainer.wait_persisted()
+        else:
+            self.trainer.wait_replicated(durable_in)
+        step = self.trainer.apply(step_of)
+        self.digests[step] = self.trainer.digest()
+        return step
+
+    def assert_named(self, alert: str, *sentences: str) -> Section:
+        """By `tierd status` in text and JSON, by its check, and by Prometheus. The section that it refers to."""
+        alarm = wait_until(lambda: named(self.daemon).get(alert), f"the alarm {alert}", NAMED_WITHIN_S)
+        assert_shown(self.daemon, alarm, *sentences)
+        self.prometheus.wait_firing(alert)
+        return Section(alarm["runbook"])
+
+    def run(self, command: str) -> subprocess.CompletedProcess[str]:
+        """A command of the runbook, as a person types it."""
+        first, *words = shlex.split(command)
+        if first == "tierd":
+            return self.daemon.tierd(*words)
+        return subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
+
+    def reload(self, section: Section) -> None:
+        assert self.run(section.command("kill -HUP PID", PID=self.daemon.pid)).returncode == 0
+
+    def edit(self, former: str, new: str) -> None:
+        text = self.daemon.config.read_text()
+        assert former in text
+        self.daemon.config.write_text(text.replace(former, new))
+
+    def assert_cured(self, *remembered: str) -> None:
+        """Nothing is wrong any more. `remembered`: alarms about what has happened, which end ten minutes later."""
+
+        def last_ones() -> set[str]:
+            report = msgspec.convert(self.daemon.status(), StatusReport)
+            later = alarms(report, datetime.now(UTC) + timedelta(seconds=RECENT_S))
+            return (named(self.daemon).keys() - set(remembered)) | {alarm.alert for alarm in later}
+
+        wait_until(lambda: not last_ones(), "no alarm", NAMED_WITHIN_S)
+        if not remembered:
+            assert self.daemon.tierd("status", "--check").returncode == 0
+
+    def assert_nothing_lost(self) -> None:
+        """Every step that was durable comes back bit for bit."""
+        self.trainer.kill()
+        with Trainer(seed=2) as reader:
+            reader.connect(self.daemon.socket)
+            for step, digest in self.digests.items():
+                assert reader.restore(resume=step).step == step
+                assert reader.digest() == digest, step
+
+
+def step_of(training: Any) -> int:
+    return training.step
+
+
+def named(daemon: Daemon, *more: str) -> dict[str, Any]:
+    """The alarms of `tierd status --json`, by alert."""
+    return {alarm["alert"]: alarm for alarm in daemon.json("status", *more)["alarms"]}
+
+
+def assert_shown(daemon: Daemon, alarm: Any, *sentences: str) -> None:
+    shown = daemon.tierd("status")
+    assert shown.returncode == 0
+    assert f"docs/RUNBOOK.md#{alarm['runbook']}" in shown.stdout
+    for sentence in sentences:
+        assert sentence in shown.stdout, shown.stdout
+    checked = daemon.tierd("status", "--check")
+    assert checked.returncode == {"warning": 1, "critical": 2}[alarm["severity"]] or "CRITICAL" in checked.stdout
+    assert f"docs/RUNBOOK.md#{alarm['runbook']}" in checked.stdout
+
+
+@contextmanager
+def staged(
+    root: Path, *, cold: str = "", more: str = KEEP_ALL, width: int = 16, is_empty: bool = False, **options: Any
+) -> Generator[Stage]:
+    """With one checkpoint in hot and cold, unless `is_empty`. `cold`: further lines of [[cold]]; empty: a directory."""
+    cold = cold or 'url = "file://cold"'
+    with Daemon(root, cold=cold, more=SOON + more, **options) as daemon, Trainer(width=width) as trainer:
+        trainer.connect(daemon.socket)
+        with prometheus(root / "prometheus", [daemon.url]) as observer:
+            stage = Stage(daemon, trainer, observer)
+            if not is_empty:
+                stage.save()
+            stage.assert_cured()
+            yield stage
+
+
+def bucket(served: Bucket, prefix: str = "deep") -> str:
+    return f'url = "s3://{BUCKET}/{prefix}"\nendpoint_url = "{served.url}"'
+
+
+@pytest.mark.long
+def test_disk_full(tmp_path: Path) -> None:
+    """By something else. Cold takes the snapshot meanwhile."""
+    with small_disk(tmp_path / "hot", size_mib=4) as hot, staged(tmp_path, is_empty=True) as stage:
+        filler = hot / ".filler"
+        about = os.statvfs(hot)
+        with filler.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, about.f_bavail * about.f_frsize - 4096)
+        stage.save()
+        section = stage.assert_named("TierdDiskFull", "No space left")
+        assert str(hot) in stage.run(section.command("df -h HOT", HOT=hot)).stdout
+        assert stage.run(section.command("tierd lifecycle --explain")).returncode == 0
+        section.says("Free space")
+        filler.unlink()
+        section.says("tierd continues by itself when there is space.")
+        stage.save()
+        stage.assert_cured()
+        assert 2 in stage.daemon.steps("hot")
+        stage.assert_nothing_lost()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", ["SlowDown", "ServiceUnavailable"])
+def test_bucket_overloaded(tmp_path: Path, code: str) -> None:
+    with bucket_server() as served, staged(tmp_path, cold=bucket(served)) as stage:
+        served.script = lambda operation, key: code
+        stage.save(durable_in="hot")
+        section = stage.assert_named("TierdColdRequestsFail", code)
+        section.says("SlowDown, 503: the server is overloaded")
+        served.script = lambda operation, key: ""
+        stage.reload(section)
+        stage.save()
+        stage.assert_cured()
+        assert {1, 3} <= set(stage.daemon.steps("cold")), "2 may have been replaced by 3 while it waited"
+        stage.assert_nothing_lost()
+
+
+@pytest.mark.long
+def test_wrong_credentials(tmp_path: Path) -> None:
+    """The key is replaced in the bucket, and later in the file where the daemon reads it."""
+    keys = tmp_path / "credentials"
+    text = f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
+    keys.write_text(text)
+    environ = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_SHARED_CREDENTIALS_FILE": str(keys)}
+    with bucket_server() as served, staged(tmp_path, cold=bucket(served), environ=environ) as stage:
+        served.access_keys = {"ANOTHERKEY"}
+        stage.save(durable_in="hot")
+        section = stage.assert_named("TierdColdRequestsFail", "S3 does not know this access key")
+        assert "S3 does not know this access key" in stage.run(section.command("tierd doctor --tier cold")).stdout
+        section.says("Replace them; no restart is needed.")
+        keys.write_text(text.replace(ACCESS_KEY, "ANOTHERKEY"))
+        stage.reload(section)
+        stage.save()
+        stage.assert_cured()
+        assert SECRET_KEY not in stage.daemon.log
+        stage.assert_nothing_lost()
+
+
+@pytest.mark.long
+def test_trainer_silent(tmp_path: Path) -> None:
+    """It takes half a minute: the least that a run may be silent."""
+    with staged(tmp_path) as stage:
+        stage.save()
+        stage.trainer.signal(signal.SIGSTOP)
+        section = stage.assert_named("TierdRunSilent", "gave no sign for")
+        pid = stage.trainer.pid
+        assert "T" in stage.run(section.command("ps -o stat,wchan -p PID", PID=pid)).stdout.splitlines()[1]
+        assert stage.run(section.command("kill -CONT PID", PID=pid)).returncode == 0
+        stage.save()
+        stage.assert_cured()
+        stage.assert_nothing_lost()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tier", ["hot", "cold"])
+def test_corrupt_replica(tmp_path: Path, tier: str) -> None:
+    """Found by the scrub, which may not repair it here."""
+    scrub = "[scrub]\ninterval_s = 1.0\ndeep_share = 1.0\nrepair = false\n"
+    environ = {"TIERD_SCRUB_INTERVAL_S": "1.0"}
+    with staged(tmp_path, more=KEEP_ALL + scrub, environ=environ) as stage:
+        stage.save()
+        flip_a_bit(next(stage.daemon.folder(1, tier=tier).glob("*.safetensors")))
+        section = stage.assert_named("TierdDamagedReplica", "DELETION HALTED")
+        assert stage.assert_named("TierdVerifyFailed").anchor == "corrupt-chunk"
+        values = {"RUN": "run", "N": 1}
+        checked = stage.run(section.command("tierd verify --run RUN --step N --deep", **values))
+        assert checked.returncode == 12, checked.stdout
+        repair = section.next("corrupt-chunk").command("tierd verify --run RUN --step N --deep --repair", **values)
+        assert stage.run(repair).returncode == 0
+        stage.assert_cured("TierdVerifyFailed")
+        (stage.daemon.root / ("cold" if tier == "hot" else "hot") / "run").rename(tmp_path / "aside")
+        stage.assert_nothing_lost()
+
+
+@pytest.mark.long
+def test_bucket_emptied(tmp_path: Path) -> None:
+    """It had versions, so that all can be brought back. Hot has sent what it still had before."""
+    keep = "[lifecycle.hot]\nkeep_last = 1\n[lifecycle.cold]\nkeep_last = 100\n"
+    with bucket_server() as served, staged(tmp_path, cold=bucket(served), more=keep) as stage:
+        for _ in range(2):
+            stage.save()
+        wait_until(lambda: stage.daemon.steps("hot") == [3], "the policy of hot")
+        with served.lock:
+            versions = dict(served.objects)
+            served.objects.clear()
+        section = stage.assert_named("TierdCheckpointsLost", "LOST: ", "000000000001-g0001", "disappeared from cold")
+        wait_until(lambda: stage.daemon.steps("cold") == [3], "what hot sends again")
+        assert stage.run(section.command("tierd ls")).returncode == 0
+        section.says("Restore the shards first and `manifest.json` last.")
+        for key in sorted(versions, key=lambda key: key.endswith(layout.MANIFEST)):
+            with served.lock:
+                served.objects.setdefault(key, versions[key])
+        stage.assert_cured("TierdCheckpointsLost")
+        assert stage.daemon.steps("cold") == [1, 2, 3]
+        stage.assert_nothing_lost()
+
+
+@pytest.mark.long
+def test_node_lost(tmp_path: Path) -> None:
+    """With its disk, before cold has the newest step: a spare continues with the copy on its partner."""
+    with peers(tmp_path, "a", "b", "spare") as (first, second, spare), ExitStack() as stack:
+        observer = stack.enter_context(prometheus(tmp_path / "prometheus", [first.url, second.url]))
+        with joined(tmp_path, 4) as trainers:
+            connect_on([first, second], trainers)
+            together(trainers, "restore")
+            hold_cold(second)
+            digests = safe(trainers)
+            assert not named(first)
+            lose(second)
+            alarm = wait_until(lambda: named(first).get("TierdDown"), "the alarm", NAMED_WITHIN_S)
+            assert_shown(first, alarm, "1 of 2 nodes of run do not answer (ranks 2-3)")
+            observer.wait_firing("TierdDown")
+        section = Section(alarm["runbook"])
+        section.says("start the run again on a spare")
+        with joined(tmp_path, 4, seed=2) as trainers:
+            connect_on([first, spare], trainers)
+            assert {found.step for found in together(trainers, "restore")} == {1}
+            assert together(trainers, "digest") == digests
+            wait_until(lambda: not named(first), "no alarm", NAMED_WITHIN_S)
+            assert first.tierd("status", "--check").returncode == 0
 
 
 def test_takeover_killed_trainer_and_hung_daemon_are_named(tmp_path: Path) -> None:

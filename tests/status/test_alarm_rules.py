@@ -62,7 +62,13 @@ def watched(**fields: Any) -> WatchReport:
     return WatchReport(path="/out", run="hf", preset="lightning", is_there=True, **fields)
 
 
-SLOW = QueueReport(tier="cold", checkpoints=0, given_up={"replaced": 3}, given_up_age_s={"replaced": 9.0})
+def copied(**fields: Any) -> QueueReport:
+    """The last copy was a second ago."""
+    return QueueReport(tier="cold", last_copy_age_s=1.0, **fields)
+
+
+TRAINS = RunReport(run="gpt", generation=1, state="running", tiers={"hot": newest(5)})
+SLOW = QueueReport(tier="cold", checkpoints=1, given_up={"replaced": 3}, given_up_age_s={"replaced": 9.0})
 PART = NewestPart(ranks=[1], world_size=2, step=5, generation=1, created_at="", age_s=1801.0)
 WRONG: list[tuple[str, StatusReport]] = [
     ("TierdDown", status(pid=None)),
@@ -72,6 +78,7 @@ WRONG: list[tuple[str, StatusReport]] = [
     ("TierdDiskFull", failed("persist", "full")),
     ("TierdCopiesGivenUp", failed("reap", "given_up")),
     ("TierdVerifyFailed", failed("scrub", "corrupt")),
+    ("TierdCheckpointsLost", failed("list", "lost")),
     ("TierdUnhealthy", failed("examine", "corrupt")),
     ("TierdStaleSnapshots", failed("examine", "corrupt", hint="docs/RUNBOOK.md#stale-snapshots")),
     ("TierdWatchProblem", status(watches=[watched(problems=["x"])])),
@@ -106,6 +113,9 @@ RIGHT = [
     status(halted=["tier_unreachable: the tier itself says it"]),
     failed("wire", "full", at="2025-01-01T11:40:00+00:00"),
     failed("stage", "full"),  # memory that could not be page-locked
+    msgspec.structs.replace(failed("persist", "full"), runs=[TRAINS], queues=[]),  # five minutes ago
+    msgspec.structs.replace(failed("replicate", "transient"), queues=[copied(checkpoints=1)]),
+    status(queues=[copied(checkpoints=0, given_up={"replaced": 3}, given_up_age_s={"replaced": 9.0})]),
     status(watches=[watched(notes=["it is not there"])]),
     of_run(pause=Pause(29.0, 30.0), tiers={"hot": newest(5)}, unhealthy_steps=[4]),
     of_run(state="finished", tiers={"hot": newest(5, 1e6)}),
@@ -142,6 +152,14 @@ def test_checkpoint_with_nan_is_named_once_and_never_as_damaged_bytes() -> None:
 def test_a_daemon_that_is_stopped_is_continued_and_not_started_again() -> None:
     (alarm,) = alarms(status(pid=None, holder=HolderReport(pid=7, state="T")), NOW)
     assert (alarm.severity, alarm.command) == (Severity.CRITICAL, "kill -CONT 7")
+
+
+def test_many_lost_checkpoints_are_one_alarm_for_each_tier_and_run() -> None:
+    lost = [LostReplica(run="gpt", step=step, generation=1, tier=tier) for tier in ("cold", "dr") for step in range(9)]
+    wrong = status(lost=lost, failures=failed("list", "lost").failures)
+    of_cold, of_dr = alarms(wrong, NOW)
+    assert "gpt/000000000002-g0001 and 6 more disappeared from cold" in of_cold.message
+    assert "disappeared from dr" in of_dr.message
 
 
 def test_critical_alarms_come_first() -> None:

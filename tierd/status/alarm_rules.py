@@ -6,6 +6,7 @@ here the same condition is named as soon as it is seen.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from datetime import datetime
@@ -29,6 +30,7 @@ COLD_LATE_S = 3600.0
 COMMIT_STALLED_S = 1800.0
 PEER_LATE_S = 900.0
 _PASSING = ("transient", "tier_unreachable")
+LISTED_LOST = 3
 ROOM_CHECKPOINTS = 2  # hot needs room for as many more
 
 _HALTS = {  # by the reason: the alert, and the runbook's section
@@ -49,6 +51,7 @@ _FAILURES = {  # by the stage or the kind: the alert, its severity, the runbook'
     "full": ("TierdDiskFull", CRITICAL, "disk-full", "df -h"),
     "given_up": ("TierdCopiesGivenUp", CRITICAL, "copies-given-up", "tierd lifecycle --explain"),
     "corrupt": ("TierdVerifyFailed", CRITICAL, "corrupt-chunk", "tierd verify --deep"),
+    "lost": ("TierdCheckpointsLost", CRITICAL, "checkpoints-lost", "tierd log --audit --since 1h"),
     "stale": ("TierdFenced", WARNING, "fenced", "tierd log --audit --since 1h"),
     "bug": ("TierdBug", WARNING, "bug", "tierd version"),
 }
@@ -59,18 +62,32 @@ _STALE = "TierdStaleSnapshots", CRITICAL, "stale-snapshots", "tierd ls"
 
 def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
     """Critical ones first."""
-    recent = [each for each in status.failures if (age_s(each.at, now) or 0.0) < RECENT_S]
+    recent = [each for each in status.failures if _age_s(each, now) < RECENT_S and not _is_over(each, status, now)]
     found = [
         *_of_daemon(status),
         *_of_failures(status, recent),
         *_of_hot(status, recent),
         *(alarm for tier in status.tiers for alarm in _of_tier(tier)),
-        *(alarm for queue in status.queues for alarm in _of_queue(queue, recent)),
+        *(alarm for queue in status.queues for alarm in _of_queue(queue, recent, now)),
         *(alarm for watch in status.watches for alarm in _of_watch(watch)),
         *_of_halts(status),
         *(alarm for run in status.runs for alarm in _of_run(run)),
     ]
     return sorted(found, key=lambda alarm: alarm.severity is not CRITICAL)
+
+
+def _age_s(failure: FailureReport, now: datetime) -> float:
+    return age_s(failure.at, now) or 0.0
+
+
+def _is_over(failure: FailureReport, status: StatusReport, now: datetime) -> bool:
+    """Hot had no space, and has taken a later snapshot since."""
+    if (failure.stage, failure.kind) != ("persist", "full"):
+        return False
+    parts = [run.nodes.parts.get("hot") for run in status.runs if run.nodes is not UNSET]
+    newest = [run.tiers.get("hot") for run in status.runs]
+    ages_s = [each.age_s for each in (*newest, *parts) if each is not None and each.age_s is not None]
+    return min(ages_s, default=math.inf) < _age_s(failure, now)
 
 
 def _alarm(alert: str, severity: Severity, message: str, runbook: str, command: str) -> Alarm:
@@ -96,7 +113,7 @@ def _rule_of(failure: FailureReport) -> tuple[str, Severity, str, str] | None:
 
 
 def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm]:
-    seen: set[str] = set()
+    seen = {"TierdCheckpointsLost"} if status.lost else set[str]()
     for failure in recent:
         alert, severity, runbook, command = _rule_of(failure) or ("",) * 4
         if alert == "TierdUnhealthy" and any(run.run == failure.run and _is_unhealthy(run) for run in status.runs):
@@ -105,9 +122,11 @@ def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[
         if alert and not is_pinning and alert not in seen:
             seen.add(alert)
             yield _alarm(alert, Severity(severity), f"{failure.stage}: {failure.message}", runbook, command)
-    for lost in status.lost:
-        what = f"LOST: {lost.id} disappeared from {lost.tier}, and tierd has not deleted it"
-        yield _alarm("TierdCheckpointsLost", CRITICAL, what, "checkpoints-lost", f"tierd ls --run {lost.run}")
+    for run, tier in dict.fromkeys((lost.run, lost.tier) for lost in status.lost):
+        ids = [str(lost.id) for lost in status.lost if (lost.run, lost.tier) == (run, tier)]
+        more = f" and {len(ids) - LISTED_LOST} more" if len(ids) > LISTED_LOST else ""
+        what = f"LOST: {', '.join(ids[:LISTED_LOST])}{more} disappeared from {tier}, and tierd has not deleted them"
+        yield _alarm("TierdCheckpointsLost", CRITICAL, what, "checkpoints-lost", f"tierd ls --run {run}")
     for sentence in status.foreign:
         command = "tierd log --audit --since 24h"
         yield _alarm("TierdForeignCheckpoints", CRITICAL, f"FOREIGN: {sentence}", "foreign-checkpoints", command)
@@ -142,17 +161,19 @@ def _of_tier(tier: TierReport) -> Iterator[Alarm]:
             yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", f"tierd doctor --tier {tier.name}")
 
 
-def _of_queue(queue: QueueReport, recent: list[FailureReport]) -> Iterator[Alarm]:
+def _of_queue(queue: QueueReport, recent: list[FailureReport], now: datetime) -> Iterator[Alarm]:
     if queue.tier == "hot":
         return
-    replaced_s = queue.given_up_age_s.get("replaced")
-    if replaced_s is not None and replaced_s < GIVEN_UP_RECENT_S:
+    replaced_s = queue.given_up_age_s.get("replaced", math.inf)
+    if replaced_s < GIVEN_UP_RECENT_S and queue.checkpoints:  # else it has caught up
         takes = "" if queue.copy_s is None else f"; a copy takes {duration(queue.copy_s)}"
         what = f"{queue.tier} DOES NOT KEEP UP: {queue.given_up['replaced']} checkpoints were replaced before a copy"
         yield _alarm("TierdColdTooSlow", WARNING, what + takes, "cold-too-slow", "tierd status --json")
     if not queue.checkpoints:
         return
-    if fails := [each for each in recent if each.stage == "replicate" and each.kind in _PASSING]:
+    copied_s = math.inf if queue.last_copy_age_s is None else queue.last_copy_age_s
+    passing = [each for each in recent if each.stage == "replicate" and each.kind in _PASSING]
+    if fails := [each for each in passing if _age_s(each, now) < copied_s]:
         what = f"copies to {queue.tier} fail: {fails[0].message}"
         command = f"tierd doctor --tier {queue.tier}"
         yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", command)

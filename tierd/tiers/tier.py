@@ -286,7 +286,7 @@ class Tier(ReadableTier):
             keys = [layout.file_key(checkpoint, layout.GONE) for checkpoint in batch]
             raws = await self.store.get_many(keys, size_max=MARKER_BYTES_MAX)
             for checkpoint, raw in zip(batch, raws, strict=True):
-                with suppress(msgspec.DecodeError):
+                with suppress(msgspec.DecodeError, ValueError, RecursionError):  # ValueError: not UTF-8
                     if isinstance(raw, bytes):
                         found[checkpoint] = msgspec.json.decode(raw, type=Tombstone).save
         return found
