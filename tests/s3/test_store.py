@@ -96,6 +96,22 @@ class TestBucketThatKeepsNothing(StoreContract):
             await found.close()
 
 
+# ── conditions ──
+
+
+async def test_a_refused_condition_counts_only_if_the_object_is_there() -> None:
+    """Another process may have deleted it since, and then a marker that was just set would be missing."""
+    with bucket_server() as served:
+        store = bucket(served.url)
+        served.script = lambda operation, key: "PreconditionFailed" if operation == "put_object" else ""
+        with pytest.raises(TierUnreachable, match="PreconditionFailed"):
+            await store.put_bytes("run/gone.json", b"{}", if_absent=True)
+        served.script = lambda operation, key: ""
+        assert await store.put_bytes("run/gone.json", b"{}", if_absent=True)
+        assert not await store.put_bytes("run/gone.json", b"{}", if_absent=True)
+        await store.close()
+
+
 # ── uploads ──
 
 

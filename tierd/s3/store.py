@@ -127,10 +127,13 @@ class S3Store:
             await self.requests.request("put_object", action, Key=object_key, Body=content, **arguments)
             failpoint("s3.placed")
         except TierUnreachable as error:
-            # 412: it exists, by another writer or by our first attempt whose answer was lost. The caller compares.
-            if if_absent and code_of(error.__cause__) in CONDITION_FAILED:
-                return False
-            raise
+            # 412: it exists, by another writer or by our first attempt whose answer was lost. The caller compares. It
+            # may also have been deleted since.
+            if not (if_absent and code_of(error.__cause__) in CONDITION_FAILED):
+                raise
+            if await self.requests.head(object_key, action) is None:
+                raise
+            return False
         return True
 
     async def get_bytes(self, key: str, *, size_max: int) -> bytes:
