@@ -216,6 +216,26 @@ def test_selected_checkpoint_is_copied_to_every_cold_tier_that_lacks_it() -> Non
     assert actions == [Decision(views[0].id, "cold", Action.REPLICATE, "last 3")]
 
 
+@pytest.mark.parametrize(
+    ("newer", "is_sent"), [(None, False), (True, False), (False, True)], ids=["unexamined", "healthy", "unhealthy"]
+)
+def test_a_tier_gets_what_it_has_deleted_again_if_newer_ones_were_found_unhealthy(
+    newer: bool | None, *, is_sent: bool
+) -> None:
+    """It is the newest healthy one then. No policy deletes that, so no two daemons send and delete it in turns."""
+    policy = LifecycleConfig(hot=TierPolicy(keep_last=2), cold=ColdPolicy(keep_last=2, keep_every=0))
+    views = [view(0, HOT, gone=["cold"]), view(1, HOT, gone=["cold"]), view(2, HOT, "cold", healthy=newer)]
+    assert ("replicate", 0, "cold") not in brief(plan(views, policy, cold={"cold": True}, hot_known=True))
+    assert (("replicate", 1, "cold") in brief(plan(views, policy, cold={"cold": True}, hot_known=True))) == is_sent
+
+
+def test_a_part_that_a_tier_has_deleted_is_not_sent_again() -> None:
+    """Its checkpoint never became whole there."""
+    policy = LifecycleConfig()
+    (decision,) = explain([view(1, HOT, gone=["cold"], is_part=True)], policy, cold={"cold": True}, hot_known=True)
+    assert (decision.tier, decision.action) == (HOT, Action.KEEP)
+
+
 def test_milestones_are_copied_before_newer_ones() -> None:
     views = [view(n, HOT, milestones=["best"] if n == 2 else []) for n in range(1, 6)]
     actions = plan(views, DEFAULT, cold={"cold": True}, hot_known=True)

@@ -31,7 +31,7 @@ from tierd.format.ids import CheckpointId
 from tierd.lifecycle import policy
 from tierd.lifecycle.policy import CheckpointView
 from tierd.workers.reaper import Reaper
-from tierd.workers.replicator import SEND_AGAIN_S, Replicator
+from tierd.workers.replicator import GRACE_S, SEND_AGAIN_S, Replicator
 
 HOT, COLD, DR = "hot", "cold", "dr"
 STEPS_MAX = 20  # rules of one example
@@ -303,12 +303,13 @@ class Retention(RuleBasedStateMachine):
         world = self.world
         world.run_until_idle()
         self.mount()
-        for attempt in range(4):
-            if attempt < 2:  # what was deleted in cold, and marked as a milestone since, is sent again
-                world.wait(SEND_AGAIN_S)
-            for name in sorted(world.workers):
-                world.begin_pass(name)
-                world.run_until_idle()
+        # What was deleted in cold and is needed there since is sent again: a milestone and the newest healthy one after
+        # an hour, others, which are selected because newer ones were found unhealthy, after a day.
+        for wait_s in (SEND_AGAIN_S, SEND_AGAIN_S, 0.0, 0.0):
+            self.pass_all(wait_s)
+        self.cold_tiers_have_the_newest_healthy_one()
+        for wait_s in (GRACE_S, GRACE_S, 0.0, 0.0):
+            self.pass_all(wait_s)
         self.no_deletion_breaks_a_promise()
         facts = self.facts
         hot, every = set(self.before[HOT]), set[Id]().union(*self.before.values())
@@ -327,6 +328,19 @@ class Retention(RuleBasedStateMachine):
                 assert hot & facts.keeps(tier, every) <= held, f"{tier} lacks what its policy selects"
             if not facts.unhealthy:
                 assert facts.keeps(tier) <= held, f"{tier} at rest"
+
+    def pass_all(self, wait_s: float) -> None:
+        if wait_s:
+            self.world.wait(wait_s)
+        for name in sorted(self.world.workers):
+            self.world.begin_pass(name)
+            self.world.run_until_idle()
+
+    def cold_tiers_have_the_newest_healthy_one(self) -> None:
+        healthy = {each for replicas in self.before.values() for each in replicas} - self.facts.unhealthy
+        if healthy and (newest := max(healthy)) in self.before[HOT]:
+            assert newest in self.before[COLD], "a promise: cold has the newest healthy one"
+            assert newest in self.before[DR], "a promise: dr has the newest healthy one"
 
 
 def run(examples: int, **options: Any) -> None:
@@ -394,6 +408,14 @@ def test_a_broken_daemon_is_caught(target: object, name: str, broken: object, mo
     monkeypatch.setattr(target, name, broken)
     with pytest.raises(AssertionError, match=r"a promise|at rest|policy selects"):
         run(300, derandomize=True, database=None, phases=[Phase.generate])
+
+
+def test_what_a_tier_has_deleted_is_sent_again_when_newer_ones_are_unhealthy() -> None:
+    """Found by the long run."""
+    machine = Retention()
+    machine.start(seed=0, snapshots=2, copied_to_dr=1, reaped=2)
+    machine.examine(choices={0}, is_healthy=False, passes=({0}, 0))
+    machine.teardown()
 
 
 @pytest.mark.long

@@ -21,6 +21,8 @@ def view(
     run: str = "gpt",
     at: str | None = None,
     metrics: Mapping[str, float | str] | None = None,
+    gone: Iterable[str] = (),
+    is_part: bool = False,
 ) -> CheckpointView:
     return CheckpointView(
         id=checkpoint_id(run, sequence * 10 if step is None else step, generation),
@@ -30,6 +32,8 @@ def view(
         tiers=frozenset(tiers),
         created_at=None if at is None else datetime.fromisoformat(at).replace(tzinfo=UTC),
         metrics=metrics or {},
+        gone=frozenset(gone),
+        is_part=is_part,
     )
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,10 +22,12 @@ from tierd.format.claim import Claim
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run, checkpoint_id
 from tierd.format.manifest import FORMAT_VERSION, FileEntry, Manifest
+from tierd.format.signature import Keyring, new_key
 from tierd.tiers.checkpoint_copy import copy_checkpoint
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 from tierd.transfer.verify import verify_files
+from tierd.workers.recovery import clear_uncommitted
 
 CHUNK_BYTES = 5 << 20
 SHARDS = [content((5 << 20) + 4097), content(12345)]
@@ -216,6 +219,59 @@ async def test_milestone_that_is_set_during_a_deletion_keeps_the_checkpoint(cold
     assert ID not in cold.deleting
 
 
+async def delete_until_the_manifest_is_put_back(cold: Tier) -> None:
+    """A milestone is set during the deletion, and the daemon ends before it has deleted the tombstone."""
+    real_delete = cold.store.delete
+
+    async def delete(keys: Sequence[str]) -> None:
+        if TOMBSTONE in keys:
+            raise TierUnreachable("delete: no answer")
+        if layout.manifest_key(ID) in keys:
+            await cold.mark_milestone(ID, "best", "now")
+        await real_delete(keys)
+
+    cold.store.delete = delete  # type: ignore[method-assign]
+    with pytest.raises(TierUnreachable, match="best was set while it was being deleted"):
+        await cold.delete(ID)
+    cold.store.delete = real_delete  # type: ignore[method-assign]
+    assert (await cold.listing()).gone == {ID}
+
+
+async def test_a_deletion_that_was_given_up_too_late_keeps_the_milestone_when_it_is_repeated(cold: Tier) -> None:
+    await persist(cold, manifest())
+    await delete_until_the_manifest_is_put_back(cold)
+    assert not await cold.delete(ID)
+    listing = await cold.listing()
+    assert (listing.committed, listing.gone, listing.milestones(ID)) == ({ID}, set(), {"best"})
+    assert ID not in cold.deleting
+
+
+@pytest.mark.parametrize("left", ["all", "no milestone", "not every shard", "no manifest", "a damaged manifest"])
+async def test_leftovers_of_a_deletion_are_deleted_unless_they_are_a_whole_milestone(cold: Tier, left: str) -> None:
+    """A later daemon finds them, a day later."""
+    made = manifest()
+    await persist(cold, made)
+    await delete_until_the_manifest_is_put_back(cold)
+    cold.deleting.clear()
+    manifest_key = layout.manifest_key(ID)
+    removed = {
+        "no milestone": layout.file_key(ID, layout.milestone_file("best")),
+        "not every shard": layout.file_key(ID, made.files[1].name),
+        "no manifest": manifest_key,
+        "a damaged manifest": manifest_key,
+    }
+    if left != "all":
+        await cold.store.delete([removed[left]])
+    if left == "a damaged manifest":
+        await cold.store.put_bytes(manifest_key, b"{}")
+    assert await clear_uncommitted(cold, ID, written_before_s=time.time() - 60) == [], "it is too young"
+    assert bool(await clear_uncommitted(cold, ID)) == (left != "all")
+    listing = await cold.listing()
+    assert (listing.committed, listing.gone) == ({ID} if left == "all" else set(), set())
+    if left != "all":
+        assert await keys_in(cold) == []
+
+
 async def test_checkpoint_whose_manifest_cannot_be_read_is_deleted(cold: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     """An archived one, for example: a deletion needs no bytes of it."""
     await persist(cold, manifest())
@@ -339,6 +395,24 @@ async def test_repeated_copy_adds_new_milestones(hot: Tier, cold: Tier) -> None:
     assert (await cold.listing()).milestones(ID) == {"best"}
 
 
+async def test_copy_of_a_checkpoint_that_the_target_has_deleted_commits_nothing(hot: Tier, cold: Tier) -> None:
+    """Also where the manifest is still there: the daemon that was deleting it has ended in between."""
+    made = manifest()
+    await persist(hot, made)
+    await persist(cold, made)
+    await cold.bury(ID)
+    assert not await copy_checkpoint(made, hot, cold, milestones=["best"])
+    listing = await cold.listing()
+    assert (listing.committed, listing.milestones(ID)) == (set(), set())
+
+
+async def test_copy_ignores_a_tombstone_that_the_keyring_has_not_signed(hot: Tier, cold: Tier) -> None:
+    made = manifest()
+    await persist(hot, made)
+    await cold.bury(ID)
+    assert await copy_checkpoint(made, hot, replace(cold, keyring=Keyring([new_key()])))
+
+
 async def test_copied_manifest_keeps_its_exact_bytes(hot: Tier, cold: Tier) -> None:
     """A field that a later minor version added must survive the copy."""
     made = manifest()
@@ -451,6 +525,7 @@ import asyncio, sys
 from pathlib import Path
 from tierd.format.ids import checkpoint_id
 from tierd.tiers.directory import DirectoryStore
+from tierd.format.signature import Keyring, new_key
 from tierd.tiers.checkpoint_copy import copy_checkpoint
 from tierd.tiers.tier import Tier
 

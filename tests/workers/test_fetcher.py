@@ -290,6 +290,20 @@ async def test_checkpoint_is_fetched_into_memory_when_hot_is_full(asked: Asked, 
         gc.enable()
 
 
+@pytest.mark.parametrize("is_asked_for_chunks", [False, True])
+async def test_checkpoint_is_fetched_into_memory_when_hot_cannot_be_read(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, *, is_asked_for_chunks: bool
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise TierUnreachable("read in hot: input/output error")
+
+    for name in ("get_bytes", "get_many", "list", "open_files"):
+        monkeypatch.setattr(asked.rooms.hot_store, name, fail)
+    chunks = [[20, 21], [30]] if is_asked_for_chunks else None
+    assert await asked.bring(chunks) == is_asked_for_chunks
+    assert in_memory() == 2
+
+
 @pytest.mark.usefixtures("full_hot")
 async def test_chunks_in_memory_are_fetched_once_too(asked: Asked) -> None:
     for chunks in ([[20, 21], []], [[21, 22], [40]], [[22], [40]]):

@@ -311,6 +311,7 @@ async def test_a_milestone_of_a_checkpoint_that_cold_has_deleted_is_sent_again_a
 
 async def test_a_copy_ends_when_another_daemon_deletes_the_checkpoint_meanwhile(rooms: Rooms) -> None:
     manifest = await rooms.commit("hot", "cold", step=300)
+    await rooms.commit("hot", "cold", step=400, sequence=2)
     cold = rooms.cold["cold"]
     await cold.store.delete([layout.manifest_key(manifest.id)])
     await rooms.look()
@@ -323,7 +324,7 @@ async def test_a_copy_ends_when_another_daemon_deletes_the_checkpoint_meanwhile(
     cold.store.put = put  # type: ignore[method-assign, assignment]
     worker = rooms.replicator()
     assert await worker.run_once()
-    assert rooms.steps("cold") == []
+    assert rooms.steps("cold") == [400]
     assert [message for message in rooms.sent if isinstance(message, wire.Replicated)] == []
     assert rooms.incidents.recent() == []
     assert waiting(rooms.catalog, rooms.config)["cold"] == []

@@ -120,9 +120,11 @@ def by_run(checkpoints: Iterable[CheckpointView]) -> list[tuple[Run, list[Checkp
     return sorted(runs.items())
 
 
-def _is_gone(view: CheckpointView, tier: str) -> bool:
-    """Whether the tier does not get it again. A milestone may have become one after its deletion there."""
-    return tier in view.gone and (view.is_part or not view.milestones)
+def _newest_healthy(views: Iterable[CheckpointView]) -> set[CheckpointId]:
+    """The newest that may be healthy, and the newest that was found healthy."""
+    healthy = [view for view in views if view.healthy is not False]
+    examined = [view for view in healthy if view.healthy]
+    return {max(some, key=lambda view: view.id.recency).id for some in (healthy, examined) if some}
 
 
 class _RunPolicy:
@@ -146,9 +148,10 @@ class _RunPolicy:
         self._known = {HOT, *(name for name, is_known in cold.items() if is_known)}
         policies = {HOT: policy.hot, **{name: own.get(name, policy.cold) for name in cold}}
         present = [view for view in views if view.tiers & self._known and not view.foreign]
+        self._newest_healthy = _newest_healthy(present)
         # What each tier should hold, of all checkpoints that exist.
         self._selects = {
-            tier: kept((view for view in present if not _is_gone(view, tier)), rules)
+            tier: kept((view for view in present if not self._is_gone(view, tier)), rules)
             for tier, rules in policies.items()
         }
         for tier in cold:
@@ -161,6 +164,12 @@ class _RunPolicy:
         self._own_keeps = {
             tier: kept((view for view in present if tier in view.tiers), policies[tier]) for tier in self._known
         }
+
+    def _is_gone(self, view: CheckpointView, tier: str) -> bool:
+        """Whether the tier has deleted it and does not get it again. It does if the reason came after the deletion: it
+        has become a milestone, or newer ones were found unhealthy since, and it is the newest healthy one now."""
+        is_needed = not view.is_part and (view.milestones or view.id in self._newest_healthy)
+        return tier in view.gone and not is_needed
 
     def decide(self, view: CheckpointView) -> Iterator[Decision]:
         if view.foreign:

@@ -5,7 +5,7 @@ commit_last: the files first, then the markers, then the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from os.path import commonprefix
 from typing import Any
@@ -18,7 +18,7 @@ from tierd.format.manifest import FileEntry, Manifest
 from tierd.format.node_file import NodeFile
 from tierd.tiers.pool import for_each
 from tierd.tiers.readable_tier import ReadableTier
-from tierd.tiers.store import Progress, StoredObject, conflict
+from tierd.tiers.store import Progress, conflict
 from tierd.tiers.tier import Tier
 
 
@@ -38,14 +38,16 @@ async def copy_checkpoint(
     meanwhile.
     """
     raw = await source.manifest_bytes(manifest)
-    if not await target.is_committed(manifest, raw=raw):
+    is_new = not await target.is_committed(manifest, raw=raw)
+    if is_new:
         options: dict[str, Any] = {"progress": progress, "is_lasting": bool(milestones)}
         copy = partial(copy_file, manifest.id, source=source, target=target, **options)
         await for_each(target.store.puts_at_once, manifest.files, copy)
-        objects = await target.store.list(layout.checkpoint_prefix(manifest.id))
-        if layout.GONE in {stored.key.rpartition("/")[2] for stored in objects}:
-            return False
-        _check_whole(manifest, target, objects)
+    listing = await target.listing(layout.checkpoint_prefix(manifest.id))
+    if manifest.id in listing.gone:
+        return False
+    if is_new:
+        _check_whole(manifest, target, listing.files.get(manifest.id, {}))
     diagnosis = None if is_healthy is None else await source.diagnosis(manifest.id, is_healthy=is_healthy)
     await target.commit(manifest, raw=raw, milestones=milestones, diagnosis=diagnosis)
     return True
@@ -71,7 +73,8 @@ async def copy_part(
     # Only shards near its own are listed: over many nodes, a listing of the folder has many pages, and every node would
     # ask for all.
     common = commonprefix([entry.name for entry in part.files])  # noqa: RUF071  # also of a part of a name
-    _check_whole(part, target, await target.store.list(layout.checkpoint_prefix(part.id) + common))
+    objects = await target.store.list(layout.checkpoint_prefix(part.id) + common)
+    _check_whole(part, target, {stored.key.rpartition("/")[2]: stored.size_bytes for stored in objects})
     failpoint("cold.node_file")
     node_file = make_node_file()
     if await target.store.put_bytes(node_file.key, node_file.encode(), if_absent=True):
@@ -83,10 +86,10 @@ async def copy_part(
         raise conflict(f"copy {node_file.name} of {part.id} to {target.name}: there is another one")
 
 
-def _check_whole(manifest: Manifest, target: Tier, objects: Iterable[StoredObject]) -> None:
-    """Raises TierUnreachable unless every file is there: files that this copy found, and did not send, may have been
-    deleted since."""
-    if missing := manifest.missing_file({stored.key.rpartition("/")[2]: stored.size_bytes for stored in objects}):
+def _check_whole(manifest: Manifest, target: Tier, sizes: Mapping[str, int]) -> None:
+    """`sizes`: of the files in the target, in bytes. Raises TierUnreachable unless every file is there: files that this
+    copy found, and did not send, may have been deleted since."""
+    if missing := manifest.missing_file(sizes):
         raise TierUnreachable(
             f"copy {manifest.id} to {target.name}: {missing}, and was there before",
             hint="another daemon is deleting it; the copy is tried again",

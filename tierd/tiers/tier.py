@@ -214,6 +214,9 @@ class Tier(ReadableTier):
         manifest is put back, if another process has set a milestone since the listing. Raises NotFound if another
         process has deleted the manifest since then.
         """
+        if checkpoint in self.deleting and await self.unbury(checkpoint):
+            self.deleting.discard(checkpoint)
+            return False
         names, keys = await self._files(checkpoint)
         if not confirm(names):
             return False
@@ -276,6 +279,20 @@ class Tier(ReadableTier):
         content = encode_marker(Tombstone(save=save))
         with suppress(Foreign):  # one that somebody else has put there counts for nothing, and delays nothing
             await self.put_marker(layout.file_key(checkpoint, layout.GONE), content)
+
+    async def unbury(self, checkpoint: CheckpointId) -> bool:
+        """Delete the tombstone of a milestone that is whole: it was set during a deletion, which put the manifest back
+        and ended before it deleted the tombstone. No daemon may be deleting the checkpoint now. False, and nothing is
+        deleted, if it is no milestone or not whole."""
+        listing = await self.listing(layout.checkpoint_prefix(checkpoint))
+        files = listing.files.get(checkpoint, {})
+        if checkpoint not in listing.gone or layout.MANIFEST not in files or not listing.milestones(checkpoint):
+            return False
+        (manifest,) = await self.manifests([checkpoint])
+        if not isinstance(manifest, Manifest) or manifest.missing_file(files):
+            return False
+        await self.store.delete([layout.file_key(checkpoint, layout.GONE)])
+        return True
 
     async def buried(self, checkpoints: Sequence[CheckpointId]) -> dict[CheckpointId, str]:
         """What their tombstones say was deleted: the save digest, or "" if that was not known. Without those that are

@@ -159,8 +159,11 @@ class Fetcher:
             return part
         raw = await cold.manifest_bytes(manifest)
         await check_sizes(manifest, cold)
-        await self._check_replaceable(manifest)
         fetch = Fetch(manifest, self._hot_store, wanted={file.name: {0} for file in manifest.files})
+        try:
+            await self._check_replaceable(manifest)
+        except TierUnreachable as error:
+            fetch = await self._into_memory(fetch, error)
         return _PartialFetch(fetch, cold.name, raw)
 
     def _keep(self, part: _PartialFetch) -> None:
