@@ -219,6 +219,23 @@ def test_a_restore_gives_the_bytes_of_the_snapshot(tiers: Tiers) -> None:
     assert tiers.kind == "a restore gave other bytes"
 
 
+def test_what_a_daemon_deleted_is_not_reported_as_lost(tiers: Tiers) -> None:
+    tiers.delete(tiers.cold, OLD)
+    tiers.look()
+    tiers.checker.violation = None
+    tiers.checker.reported_lost(f"list cold: {tiers.folder(OLD)} disappeared")
+    assert tiers.kind == "what a daemon has deleted was reported as a loss"
+
+
+@pytest.mark.parametrize("named", [[OLD], [OLD, NEW]])
+def test_a_deletion_that_a_kill_interrupted_may_be_reported_as_a_loss(tiers: Tiers, named: list[Id]) -> None:
+    del tiers.cold[f"{tiers.folder(OLD)}/manifest.json"]
+    tiers.look()
+    tiers.checker.violation = None
+    tiers.checker.reported_lost(f"list cold: {', '.join(map(tiers.folder, named))} disappeared")
+    assert (tiers.checker.violation is None) == (named == [OLD])
+
+
 def test_cold_has_what_it_keeps_in_the_end(tiers: Tiers) -> None:
     tiers.checker.check_settled(["node"])
     assert tiers.kind == "hot keeps too much"

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from awscrt.checksums import crc64nvme
 
 _FOLDER = re.compile(r"([A-Za-z0-9._-]+)/(\d{12})-g(\d{4,8})")
+_NAMED = re.compile(r"([\w.-]+)/(\d{12})-g(\d+)")
 COLD = "cold"
 GONE = "gone.json"
 KNOWN_S = 5.0  # a deletion that began before the daemon knew may end so much later
@@ -260,6 +261,20 @@ class Checker:
                 self.violate("hot deleted the last whole replica", f"{checkpoint} in {name}, whose last look showed it")
             elif now_s - self.known_damaged.get((name, checkpoint), now_s) > KNOWN_S:
                 self.violate("hot deleted the last whole replica on a stale decision", f"{checkpoint} in {name}")
+
+    def reported_lost(self, message: str) -> None:
+        """A daemon reported that checkpoints disappeared from cold; `message` names them. Only daemons delete here, so
+        this is wrong, but for a deletion that a kill interrupted: files are left, without a manifest and a tombstone.
+        """
+        named = [Id(run, int(generation), int(step)) for run, step, generation in _NAMED.findall(message)]
+        if not named or not all(self._is_half_deleted(checkpoint) for checkpoint in named):
+            self.violate("what a daemon has deleted was reported as a loss", message)
+
+    def _is_half_deleted(self, checkpoint: Id) -> bool:
+        place, folder, deleted = self.places[COLD], folder_of(checkpoint), self.formerly.get(checkpoint)
+        if deleted is None or any(place.read(f"{folder}/{name}") is not None for name in ("manifest.json", GONE)):
+            return False
+        return any(place.read(f"{folder}/{name}") is not None for name in deleted.files)
 
     def reported_damaged(self, node: str, checkpoint: Id, now_s: float) -> None:
         """A node's daemon reports that the replica in cold is unreadable. Ignored if it is not, or not any more."""
