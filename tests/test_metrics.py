@@ -52,6 +52,8 @@ PUBLIC = {
     "tierd_drill_newest_step_proven": ("gauge", {"run", "tier"}),
     "tierd_drill_last_success_timestamp_seconds": ("gauge", {"tier"}),
     "tierd_watched_total": ("counter", {"run", "outcome"}),
+    "tierd_sidecar_lag_seconds": ("gauge", {"run"}),
+    "tierd_sidecar_rewritten_total": ("counter", {"run"}),
     "tierd_watch_lag_seconds": ("gauge", {"run"}),
     "tierd_watch_problems": ("gauge", {"run"}),
     "tierd_examinations_total": ("counter", {"run", "verdict"}),

@@ -36,6 +36,7 @@ from tierd.config.file import check_user
 from tierd.config.reload import reloaded
 from tierd.config.sections import ColdConfig, Config
 from tierd.context import DaemonContext
+from tierd.daemon_process import end_within, lower_priority
 from tierd.descriptors import raise_descriptor_limit
 from tierd.errors import LockHeld, TierdError
 from tierd.format import layout, wire
@@ -72,6 +73,7 @@ from tierd.workers.replicator import Replicator
 from tierd.workers.restorer import Restorer
 from tierd.workers.run_expirer import RunExpirer
 from tierd.workers.scrubber import Scrubber
+from tierd.workers.sidecar_follower import SidecarFollower
 from tierd.workers.watcher import Watcher
 from tierd.workers.worker import Wake, Worker, run_forever
 from tierd.workers.write_through import WriteThrough
@@ -97,7 +99,7 @@ def serve(config: Config, *, source: str, systemd: Systemd, read_config: Callabl
     threading.Thread(target=log_exposed, args=(config,), name="tierd-exposed", daemon=True).start()
     with Lock(config.hot_path, about, access=config.access) as hot_lock:
         raise_descriptor_limit()
-        _lower_priority(config.daemon.nice)
+        lower_priority(config.daemon.nice)
         faulthandler.enable()  # stacks on a crash, and on SIGABRT, with which systemd's watchdog ends a blocked daemon
         daemon = _Daemon(config, systemd, read_config)
         asyncio.run(daemon.run(hot_lock, about))
@@ -159,12 +161,14 @@ class _Daemon:
             Watcher(context, each, self._reaper.make_room, on_change=self._wakes[f"watch {each.run}"].set)
             for each in config.watch
         ]
+        self._sidecars = SidecarFollower(context) if config.sidecars.path else None
         self._workers = self._make_workers()
         restorer = Restorer(context, self._examiner.judge, self._reaper.make_room)
         self._door = TrainerDoor(context, restorer, spawn=self._spawn)
         lag_s = copier.lag_s if copier is not None else lambda run: None
         self._peers = PeerParts(context, restorer, copy_lag_s=lag_s) if config.peers.listen else None
         self._operator = Operator(context, self._listers, pid=os.getpid(), peer_lag_s=lag_s, watchers=self._watchers)
+        self._operator.sidecars = self._sidecars
 
     def _make_workers(self) -> dict[str, Worker]:
         """By the name as in `_wakes`: the kind, then the tier where there is one per tier."""
@@ -186,6 +190,8 @@ class _Daemon:
         workers |= {f"list {name}": lister for name, lister in self._listers.items()}
         for watcher in self._watchers:
             workers |= {f"watch {watcher.run}": watcher, f"claim {watcher.run}": watcher.claim}
+        if self._sidecars is not None:
+            workers["sidecar"] = self._sidecars
         for name, tier in context.cold.items():
             workers |= {f"replicate {name}": Replicator(context, tier), f"commit {name}": Committer(context, tier)}
             if self._copies is not None:
@@ -228,7 +234,7 @@ class _Daemon:
                     self._systemd.notify("STOPPING=1")
                     missing = [] if self._lock_error else await drain(context, self._persist, self._persist_ended)
                 exit_code = self._lock_error.exit_code if self._lock_error else 1 if missing else 0
-                _end_within(STOP_TIMEOUT_S, exit_code=exit_code)
+                end_within(STOP_TIMEOUT_S, exit_code=exit_code)
                 for task in (*tasks, *self._conversations):
                     task.cancel()
         finally:
@@ -239,6 +245,8 @@ class _Daemon:
                 await self._peers.close()
             for watcher in self._watchers:
                 await watcher.close()
+            if self._sidecars is not None:
+                await self._sidecars.close()
             if self._lock_error is None:  # else the trail is the other daemon's
                 await context.audit.close()
             for tier in (*context.tiers.values(), *([self._copies.tier] if self._copies is not None else [])):
@@ -382,19 +390,3 @@ class _Daemon:
 def _unlink(socket: str) -> None:
     with contextlib.suppress(OSError):
         os.unlink(socket)
-
-
-def _end_within(seconds: float, *, exit_code: int) -> None:
-    """Exits after `seconds`, whatever still runs. All durable work is done, and no pending request to an unreachable
-    region may keep the process alive."""
-    timer = threading.Timer(seconds, os._exit, [exit_code])
-    timer.daemon = True
-    timer.start()
-
-
-def _lower_priority(nice: int) -> None:
-    """Run below the training. A new thread inherits the priority of its creator, and the I/O priority follows the CPU
-    priority unless it was set: ioprio_set(2)."""
-    if nice:
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))

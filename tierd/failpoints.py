@@ -50,6 +50,7 @@ FAILPOINTS = frozenset(
         "recover": ("delete",),
         "leftover": ("delete",),
         "sweep": ("unlink",),
+        "sidecar": ("put", "delete"),
         "fetch": ("begin", "write", "sync", "rename", "sync_folder", "commit"),
         "repair": ("keep",),
     }.items()

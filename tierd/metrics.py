@@ -43,6 +43,7 @@ STAGES = (
     "loop",
     "audit",
     "watch",
+    "sidecar",
 )
 VERDICTS = ("healthy", "unhealthy", "failed")
 FAILURE_KINDS = (
@@ -252,6 +253,16 @@ class Metrics:
         self.watch_lag_seconds = gauge(
             "watch_lag_seconds",
             "How long the oldest complete checkpoint in the watched folder waits to be adopted; 0 if there is none.",
+            ["run"],
+        )
+        self.sidecar_lag_seconds = gauge(
+            "sidecar_lag_seconds",
+            "How long the oldest change of a file of sidecars.keep waits to be in every tier; 0 if there is none.",
+            ["run"],
+        )
+        self.sidecar_rewritten_total = counter(
+            "sidecar_rewritten_total",
+            "Files of sidecars.keep whose past has changed; the former content stays as a version of its own.",
             ["run"],
         )
         self.watch_problems = gauge(

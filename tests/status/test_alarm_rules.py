@@ -12,6 +12,7 @@ from tests.test_grafana import rules
 from tierd.memory.progress import Pause
 from tierd.status.alarm import Severity
 from tierd.status.alarm_rules import alarms
+from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.report import (
     FailureReport,
     HolderReport,
@@ -24,7 +25,6 @@ from tierd.status.report import (
     RunReport,
     StatusReport,
     TierReport,
-    WatchReport,
 )
 
 NOW = datetime(2025, 1, 1, 12, tzinfo=UTC)
@@ -58,6 +58,10 @@ def node(**fields: Any) -> NodeReport:
     return NodeReport(ranks=[1], address="n2:9465", is_here=False, **fields)
 
 
+def followed(*, behind_s: float = 0.0, **fields: Any) -> SidecarReport:
+    return SidecarReport(path="/out", run="gpt", files=1, size_bytes=10, behind_s=behind_s, **fields)
+
+
 def watched(**fields: Any) -> WatchReport:
     return WatchReport(path="/out", run="hf", preset="lightning", is_there=True, **fields)
 
@@ -82,6 +86,9 @@ WRONG: list[tuple[str, StatusReport]] = [
     ("TierdUnhealthy", failed("examine", "corrupt")),
     ("TierdStaleSnapshots", failed("examine", "corrupt", hint="docs/RUNBOOK.md#stale-snapshots")),
     ("TierdWatchProblem", status(watches=[watched(problems=["x"])])),
+    ("TierdSidecarLag", status(sidecars=followed(problems=["x"]))),
+    ("TierdSidecarLag", status(sidecars=followed(behind_s=601.0))),
+    ("TierdSidecarRewritten", status(sidecars=followed(rewritten={".loss.json": 1}))),
     ("TierdFenced", failed("wire", "stale")),
     ("TierdBug", failed("list", "bug")),
     ("TierdNotDurable", failed("persist", "transient")),

@@ -62,6 +62,7 @@ from tierd.status.report import (
 from tierd.status.work_at_risk import RiskReport, work_at_risk
 from tierd.workers.lister import Lister
 from tierd.workers.roster_reader import RosterReader
+from tierd.workers.sidecar_follower import SidecarFollower
 from tierd.workers.watcher import Watcher
 
 
@@ -82,6 +83,7 @@ class Operator:
         self._rosters = RosterReader(context, peer_lag_s)
         self._listers = listers
         self._watchers = watchers
+        self.sidecars: SidecarFollower | None = None
         self._catalog = context.catalog
         self._memory = context.memory
         self._now = context.now
@@ -147,6 +149,7 @@ class Operator:
             ],
             queues=queue_reports(self._context),
             watches=[watcher.report() for watcher in self._watchers],
+            sidecars=None if self.sidecars is None else self.sidecars.report(),
             slots={state.value: slot_counts[state] for state in SlotState},
             costs=costs_report(self._context.metrics),
             failures=msgspec.convert(self._context.incidents.recent(), list[FailureReport]),

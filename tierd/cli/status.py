@@ -28,6 +28,7 @@ from tierd.lifecycle.policy import HOT
 from tierd.status.alarm import Severity
 from tierd.status.alarm_rules import alarms
 from tierd.status.disks import free_bytes, on_disk_of
+from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.report import (
     NewestCheckpoint,
     NewestPart,
@@ -35,7 +36,6 @@ from tierd.status.report import (
     RunReport,
     StatusReport,
     TierReport,
-    WatchReport,
     foreign_sentences,
     run_report,
     sources_of,
@@ -170,6 +170,8 @@ def _print(report: StatusReport, settings: Settings) -> None:
         _print_queue(queue)
     for watch in report.watches:
         _print_watch(watch)
+    if report.sidecars is not None:
+        _print_sidecars(report.sidecars)
     for tier in report.tiers:
         if tier.to_reap:
             print_result(
@@ -198,6 +200,14 @@ def _print_watch(watch: WatchReport) -> None:
         print_result(f"  NOT ADOPTED: {problem}")
     for line in (*watch.waiting, *watch.notes):
         print_result(f"  {line}")
+
+
+def _print_sidecars(sidecars: SidecarReport) -> None:
+    behind = f"; the oldest change waits {duration(sidecars.behind_s)}" if sidecars.behind_s else ""
+    about = f"{sidecars.files} files, {size(sidecars.size_bytes)}"
+    print_result(f"sidecar files in {sidecars.path} for {sidecars.run}: {about}{behind}")
+    for problem in sidecars.problems:
+        print_result(f"  NOT COPIED: {problem}")
 
 
 def _print_alarms(report: StatusReport, settings: Settings) -> None:

@@ -196,8 +196,18 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
         config.security, key_file=absolute("security.key_file", key_file) if key_file else ""
     )
     watch = [msgspec.structs.replace(each, path=absolute("watch.path", each.path)) for each in config.watch]
+    followed = config.sidecars.path and absolute("sidecars.path", config.sidecars.path)
+    sidecars = msgspec.structs.replace(config.sidecars, path=followed)
     return msgspec.structs.replace(
-        config, daemon=daemon, hot=hot, cold=cold, drill=drill, listen=listen, security=security, watch=watch
+        config,
+        daemon=daemon,
+        hot=hot,
+        cold=cold,
+        drill=drill,
+        listen=listen,
+        security=security,
+        watch=watch,
+        sidecars=sidecars,
     )
 
 
@@ -240,6 +250,7 @@ def _mistakes(config: Config) -> Iterator[_Mistake]:
         yield from _mistakes_of_cold(cold, cold.lifecycle or config.lifecycle.cold)
     yield from _shared_places(config)
     yield from _mistakes_of_watches(config)
+    yield from _mistakes_of_sidecars(config)
 
 
 def is_host(text: str) -> bool:
@@ -311,6 +322,19 @@ def _mistakes_of_watches(config: Config) -> Iterator[_Mistake]:
             yield f"{key}: marker", watch.marker, "a path in a checkpoint that is a folder"
         if watch.renamed and (watch.preset or watch.marker):
             yield f"{key}: renamed", watch.renamed, "false with a preset or a marker"
+
+
+def _mistakes_of_sidecars(config: Config) -> Iterator[_Mistake]:
+    sidecars = config.sidecars
+    if sidecars.keep and not sidecars.path:
+        yield "sidecars.path", "", "the folder with the files of sidecars.keep"
+    if (sidecars.keep or sidecars.path) and not is_run(sidecars.run):
+        yield "sidecars.run", sidecars.run, "a name of letters, digits, '.', '_' and '-'"
+    if sidecars.path and not sidecars.keep:
+        yield "sidecars.keep", [], "one glob or more"
+    for pattern in sidecars.keep:
+        if not pattern or "/" in pattern:
+            yield "sidecars.keep", pattern, "a glob of names in sidecars.path, without a slash"
 
 
 def _pattern_problem(pattern: str) -> str:

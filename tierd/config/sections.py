@@ -200,6 +200,14 @@ class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     quiet_s: Positive = 10.0  # for so long, a complete checkpoint must not have changed
 
 
+class SidecarsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Files that a run writes beside its checkpoints, such as a history of the loss."""
+
+    path: str = ""  # the folder with the files; it may be made later
+    run: str = ""  # the run that they belong to
+    keep: list[str] = []  # globs of files that only grow: they are copied into every tier while they grow, for ever
+
+
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds on everything that could grow or wait."""
 
@@ -235,6 +243,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     peers: PeersConfig = PeersConfig()
     security: SecurityConfig = SecurityConfig()
     watch: list[WatchConfig] = []
+    sidecars: SidecarsConfig = SidecarsConfig()
 
     @property
     def access(self) -> Access:

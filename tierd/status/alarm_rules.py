@@ -17,7 +17,8 @@ from tierd.format.node_file import ranks_text
 from tierd.format.text import duration, size
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
 from tierd.status.alarm import Alarm, Severity
-from tierd.status.report import FailureReport, QueueReport, RunReport, StatusReport, TierReport, WatchReport, age_s
+from tierd.status.folder_reports import SidecarReport, WatchReport
+from tierd.status.report import FailureReport, QueueReport, RunReport, StatusReport, TierReport, age_s
 
 CRITICAL, WARNING = Severity.CRITICAL, Severity.WARNING
 
@@ -27,6 +28,7 @@ NOT_DURABLE_S = 300.0  # as of the alert; sooner where persisting fails or is sl
 PERSIST_SLOW_S = 45.0
 NO_CHECKPOINT_S = 4 * 3600.0
 COLD_LATE_S = 3600.0
+SIDECAR_LATE_S = 600.0
 COMMIT_STALLED_S = 1800.0
 PEER_LATE_S = 900.0
 _PASSING = ("transient", "tier_unreachable")
@@ -70,6 +72,7 @@ def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
         *(alarm for tier in status.tiers for alarm in _of_tier(tier)),
         *(alarm for queue in status.queues for alarm in _of_queue(queue, recent, now)),
         *(alarm for watch in status.watches for alarm in _of_watch(watch)),
+        *(_of_sidecars(status.sidecars) if status.sidecars is not None else ()),
         *_of_halts(status),
         *(alarm for run in status.runs for alarm in _of_run(run)),
     ]
@@ -192,6 +195,18 @@ def _of_watch(watch: WatchReport) -> Iterator[Alarm]:
         count = f", {len(watch.problems)} problems" if len(watch.problems) > 1 else ""
         what = f"checkpoints for {watch.run} are NOT ADOPTED{count}: {watch.problems[0]}"
         yield _alarm("TierdWatchProblem", WARNING, what, "watched-folder", "tierd status --json")
+
+
+def _of_sidecars(sidecars: SidecarReport) -> Iterator[Alarm]:
+    show = "tierd status --json"
+    if sidecars.rewritten:
+        names = ", ".join(sidecars.rewritten)
+        what = f"the past of {names} of {sidecars.run} CHANGED; the former content is kept as an earlier version"
+        yield _alarm("TierdSidecarRewritten", WARNING, what, "sidecar-file-changed", "tierd sidecars")
+    if sidecars.problems or sidecars.behind_s > SIDECAR_LATE_S:
+        why = f": {sidecars.problems[0]}" if sidecars.problems else ""
+        what = f"sidecar files of {sidecars.run} are NOT COPIED for {duration(sidecars.behind_s)}{why}"
+        yield _alarm("TierdSidecarLag", WARNING, what, "sidecar-files-behind", show)
 
 
 def _of_halts(status: StatusReport) -> Iterator[Alarm]:

@@ -22,6 +22,7 @@ from tierd.lifecycle.selection import MEMORY
 from tierd.memory.progress import Pause
 from tierd.metrics import Metrics
 from tierd.status.alarm import Alarm
+from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.work_at_risk import PEER, RiskReport, Source
 
 LOOK_S = 5.0  # how long the daemon's answer to a command waits for fresh listings of the tiers
@@ -212,26 +213,6 @@ class CostsReport(msgspec.Struct, kw_only=True):
     restore: dict[str, CostReport] = {}
 
 
-class WatchReport(msgspec.Struct, kw_only=True):
-    """A folder whose checkpoints are adopted. `polled_because`: empty where inotify reports changes. `holder`: the node
-    whose daemon adopts; empty: this one. `adopted`: since the daemon's start. `pending`: complete ones that are not
-    adopted yet. `waiting`: why others are not complete. `notes`: what else was seen, and what was missed. `problems`:
-    what keeps something from being adopted."""
-
-    path: str
-    run: str
-    preset: str
-    is_there: bool
-    polled_because: str = ""
-    holder: str = ""
-    adopted: int = 0
-    pending: int = 0
-    newest_step: int | None = None
-    waiting: list[str] = []
-    notes: list[str] = []
-    problems: list[str] = []
-
-
 class HolderReport(msgspec.Struct, kw_only=True):
     """A process that holds the lock of the hot directory. `state`: as of `ps`, such as T, which is stopped."""
 
@@ -262,6 +243,7 @@ class StatusReport(msgspec.Struct, kw_only=True):
     tiers: list[TierReport] = []
     queues: list[QueueReport] = []
     watches: list[WatchReport] = []
+    sidecars: SidecarReport | None = None
     slots: dict[str, int] = {}
     costs: CostsReport = msgspec.field(default_factory=CostsReport)
     failures: list[FailureReport] = []

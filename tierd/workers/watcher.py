@@ -24,7 +24,7 @@ from tierd.format.ids import Run, check_run
 from tierd.format.layout import parse_key
 from tierd.format.text import printable
 from tierd.lifecycle.watched import Listed, Verdicts, beside_name, is_name, judge, misfit, preset_of
-from tierd.status.report import WatchReport
+from tierd.status.folder_reports import WatchReport
 from tierd.tiers.pool import ThreadPool
 from tierd.transfer.adoption import THREADS, adopted_id, created_at, is_same_tree, was_saved_again
 from tierd.transfer.atomic_output import clear_abandoned

@@ -1,0 +1,186 @@
+"""Reads a file that grows beside the checkpoints, and writes into a tier the segments that it lacks there.
+
+All of the file is read and digested in each pass, because a program may change its past. What a tier has is what its
+listing shows: nothing about it is remembered, so any daemon can continue what another one has begun.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tierd.errors import BadRequest, NotFound, TierdError
+from tierd.failpoints import failpoint
+from tierd.format.ids import Run
+from tierd.format.sidecar import (
+    SEGMENT_BYTES_MAX,
+    TAIL_BYTES,
+    Segment,
+    chain,
+    encode_segment,
+    short,
+    unsettled_bytes,
+)
+from tierd.tiers.pool import ThreadPool
+from tierd.tiers.tier import Tier
+from tierd.tiers.tree import closing_fd
+
+_PIECE_BYTES = 1 << 20
+
+
+class FileChanged(Exception):
+    """Raised when a file was written while it was read: it is read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """A file as it was read. `key`: tells whether it has changed. `settled`: its size without what only closes its JSON
+    document. `hashes`: SHA-256 of the bytes up to an offset, which can be continued."""
+
+    path: Path
+    key: tuple[int, ...]
+    size: int
+    settled: int
+    hashes: dict[int, Any] = field(default_factory=dict[int, Any])
+
+    def digest(self, end: int) -> str:
+        """Of the bytes up to `end`, in hexadecimal; empty if that is not known, or beyond the end."""
+        return self.hashes[end].hexdigest() if end in self.hashes else ""
+
+    def has(self, end: int, digest: str) -> bool:
+        """Whether the file begins with the bytes up to `end` that have this digest, whole or as in a name."""
+        return bool(digest) and self.digest(end).startswith(digest)
+
+    def piece(self, begin: int, end: int) -> bytes:
+        """The bytes from `begin` to `end`, both in `hashes`. Raises FileChanged if they are not the same any more."""
+        try:
+            with closing_fd(_opened(self.path)) as fd:
+                content = bytearray()
+                while more := os.pread(fd, end - begin - len(content), begin + len(content)):
+                    content += more
+        except TierdError as error:
+            raise FileChanged(self.path) from error
+        again = self.hashes[begin].copy()
+        again.update(content)
+        if again.hexdigest() != self.digest(end):
+            raise FileChanged(self.path)
+        return bytes(content)
+
+
+def state_key(about: os.stat_result) -> tuple[int, ...]:
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+
+
+def read_state(path: Path, offsets: Iterable[int]) -> FileState:
+    """Reads the file once. `hashes` has those of `offsets` that are not beyond its end, and of 0 and its sizes. Raises
+    NotFound, BadRequest when it is no regular file or cannot be read, and FileChanged when it was written meanwhile."""
+    with closing_fd(_opened(path)) as fd:
+        about = os.fstat(fd)
+        size = about.st_size
+        tail = os.pread(fd, TAIL_BYTES, max(0, size - TAIL_BYTES))
+        settled = size - unsettled_bytes(tail)
+        hashes: dict[int, Any] = {}
+        digest, at = hashlib.sha256(), 0
+        for end in sorted({0, *(offset for offset in offsets if offset <= size), settled, size}):
+            while at < end:
+                piece = os.pread(fd, min(_PIECE_BYTES, end - at), at)
+                if not piece:
+                    raise FileChanged(path)
+                digest.update(piece)
+                at += len(piece)
+            hashes[end] = digest.copy()
+        return FileState(path, state_key(about), size, settled, hashes)
+
+
+def _opened(path: Path) -> int:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise NotFound(f"read {path}: it does not exist any more") from error
+    except OSError as error:
+        raise BadRequest(f"read {path}: {error.strerror}", hint="the daemon must be able to read it") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise BadRequest(f"read {path}: it is no regular file", hint="sidecars.keep names files")
+    return fd
+
+
+def cuts(path: Sequence[Segment], covered: int, settled: int) -> list[tuple[int, int]]:
+    """Where the new segments begin and end. `path`: the segments up to `covered`.
+
+    The last segments are written again as part of the new one if they are not larger than it. So the number of segments
+    grows with the logarithm of the number of passes, and with the size divided by the largest segment's.
+    """
+    if covered >= settled:
+        return []
+    begin = covered
+    for segment in reversed(path):
+        size = settled - begin
+        if segment.end - segment.begin > size or settled - segment.begin > SEGMENT_BYTES_MAX:
+            break
+        begin = segment.begin
+    return [(at, min(at + SEGMENT_BYTES_MAX, settled)) for at in range(begin, settled, SEGMENT_BYTES_MAX)]
+
+
+class SidecarCopy:
+    """Copies one version of one file into one tier. `stored`: the segments of that version in the tier."""
+
+    def __init__(self, pool: ThreadPool, tier: Tier, run: Run, file: str, version: int, stored: list[Segment]) -> None:
+        self._pool, self._tier = pool, tier
+        self._run, self._file, self._version = run, file, version
+        self._stored = stored
+
+    @staticmethod
+    def offsets(stored: Iterable[Segment]) -> set[int]:
+        """Where the digests of the file are needed."""
+        return {at for segment in stored for at in (segment.begin, segment.end)}
+
+    async def run(self, state: FileState) -> int:
+        """Write what is missing, then delete the segments that it replaces. Returns how many bytes were written. Raises
+        FileChanged when the file was written meanwhile, and as `Store.put_bytes`, `list` and `delete`."""
+        own = [each for each in self._stored if state.has(each.begin, each.before) and state.has(each.end, each.after)]
+        path = chain([each for each in own if not each.is_tail])
+        covered = path[-1].end if path else 0
+        spans = [(begin, end, False) for begin, end in cuts(path, covered, state.settled)]
+        if state.settled < state.size:
+            spans.append((state.settled, state.size, True))
+        if missing := {at for begin, end, _ in spans for at in (begin, end)} - state.hashes.keys():
+            try:
+                again = await self._pool.query(read_state, state.path, [*state.hashes, *missing])
+            except (NotFound, BadRequest) as error:
+                raise FileChanged(state.path) from error
+            if any(again.digest(at) != state.digest(at) for at in state.hashes):
+                raise FileChanged(state.path)
+            state.hashes.update(again.hashes)
+        written, kept = 0, {each.key for each in path if not spans or each.end <= spans[0][0]}
+        for begin, end, is_tail in spans:
+            before, after = state.digest(begin), state.digest(end)
+            name = self._run, self._file, self._version
+            segment = Segment(*name, begin, end, short(before), short(after), is_tail)
+            kept.add(segment.key)
+            if segment in own:
+                continue
+            content = await self._pool.query(state.piece, begin, end)
+            failpoint("sidecar.put")
+            raw = encode_segment(segment, content, before=before, after=after, keyring=self._tier.keyring)
+            await self._tier.store.put_bytes(segment.key, raw, if_absent=True)
+            written += end - begin
+        await self._delete_replaced(own, kept, state)
+        return written
+
+    async def _delete_replaced(self, own: list[Segment], kept: set[str], state: FileState) -> None:
+        """Those of this file's content that others cover, and tails that were written anew."""
+        replaced = [each.key for each in own if each.key not in kept and each.end <= state.settled]
+        replaced += [
+            each.key
+            for each in self._stored
+            if each.is_tail and each.key not in kept and state.has(each.begin, each.before)
+        ]
+        if replaced and self._tier.deletes:
+            failpoint("sidecar.delete")
+            await self._tier.store.delete(sorted(set(replaced)))
