@@ -80,7 +80,20 @@ def _print_error(error: Exception) -> int:
 
 VERBS = (
     *("serve", "status", "runs", "ls", "show", "diff", "restore", "export", "verify", "drill"),
-    *("milestone", "note", "notes", "sidecars", "fork", "stop", "snapshot", "adopt", "import", "lifecycle", "cadence"),
+    *(
+        "milestone",
+        "note",
+        "notes",
+        "sidecars",
+        "pivot",
+        "fork",
+        "stop",
+        "snapshot",
+        "adopt",
+        "import",
+        "lifecycle",
+        "cadence",
+    ),
     *("reap", "doctor", "demo", "key", "log", "version"),
 )
 # The module of a verb, where it is not named as the verb.

@@ -17,7 +17,8 @@ from tierd.cli.options import settings_of
 from tierd.config.file import run_proof
 from tierd.config.sections import Config
 from tierd.errors import EXIT_HALTED, Transient
-from tierd.format.ids import check_run, checkpoint_id
+from tierd.format import wire
+from tierd.format.ids import Run, check_run, checkpoint_id
 from tierd.lifecycle.policy import HOT
 from tierd.status.report import RunReport
 
@@ -33,20 +34,29 @@ def stop(
     json: options.Json = False,
 ) -> int:
     """Stop a run at the end of its step, with a snapshot to resume from."""
-    from tierd.api.operator_socket import stop_run
-
-    config = settings_of(context).config()
-    deadline_s = time.monotonic() + wait_s
-    uid, proof = config.daemon_uid, run_proof()
-    agreed = stop_run(config.socket_path, check_run(run), is_forced=force, wait_s=wait_s, daemon_uid=uid, proof=proof)
-    if not json:
-        when = "is being interrupted after" if force else "stops at"
-        print_result(f"{run} {when} step {agreed.step} (generation {agreed.generation})")
-    ended = _wait_ended(config, run, agreed.generation, deadline_s)
+    agreed, ended = stop_and_wait(
+        settings_of(context).config(), check_run(run), is_forced=force, wait_s=wait_s, is_silent=json
+    )
     state = ended.state or ""
     report = {"run": run, "generation": agreed.generation, "step": agreed.step, "state": state, "reason": ended.reason}
     print_report(report, as_json=json, text=f"{run} is {state}" + (f": {ended.reason}" if ended.reason else ""))
     return 0 if force else EXIT_CODES.get(state, 1)
+
+
+def stop_and_wait(
+    config: Config, run: Run, *, is_forced: bool = False, wait_s: float, is_silent: bool
+) -> tuple[wire.Agreed, RunReport]:
+    """The step at which the trainers have agreed to stop, and the run once it has ended. Raises Transient if it has not
+    ended in time, NotFound if it has no trainers here, and as the connection. `is_silent`: prints nothing."""
+    from tierd.api.operator_socket import stop_run
+
+    deadline_s = time.monotonic() + wait_s
+    uid, proof = config.daemon_uid, run_proof()
+    agreed = stop_run(config.socket_path, run, is_forced=is_forced, wait_s=wait_s, daemon_uid=uid, proof=proof)
+    if not is_silent:
+        when = "is being interrupted after" if is_forced else "stops at"
+        print_result(f"{run} {when} step {agreed.step} (generation {agreed.generation})")
+    return agreed, _wait_ended(config, run, agreed.generation, deadline_s)
 
 
 def _wait_ended(config: Config, run: str, generation: int, deadline_s: float) -> RunReport:

@@ -15,21 +15,22 @@ from tierd.cli.opened_tiers import OpenedTiers, open_tiers
 from tierd.cli.options import settings_of
 from tierd.errors import Corrupt, Foreign, NotFound, TierdError
 from tierd.format.ids import Run, check_run
-from tierd.format.sidecar import Segment, chain, parse_segment, segment_prefix
+from tierd.format.sidecar import Segment, all_segments_prefix, chain, parse_segment
 from tierd.tiers.tier import Tier
 from tierd.transfer.sidecar_output import write_sidecar
 
-Key = tuple[Run, str, int]
-"""Run, file and version."""
+Key = tuple[Run, str, str, int]
+"""Run, phase, file and version."""
 
 _TRIES = 3  # a daemon may merge segments while they are read
 
 
 class SidecarVersion(msgspec.Struct, kw_only=True):
-    """One version of a file. `size_bytes`: how much of it each tier has. `is_written`: it was written now; None: it was
-    only listed."""
+    """One version of a file. `phase`: the milestone of the phase that it belongs to; empty: to all of the run.
+    `size_bytes`: how much of it each tier has. `is_written`: it was written now; None: it was only listed."""
 
     run: str
+    phase: str
     file: str
     version: int
     size_bytes: dict[str, int]
@@ -39,6 +40,9 @@ class SidecarVersion(msgspec.Struct, kw_only=True):
 async def sidecars(
     context: typer.Context,
     run: options.RunName = None,
+    phase: Annotated[
+        str, typer.Option("--phase", metavar="MILESTONE", help="The files that `tierd pivot` archived for it.")
+    ] = "",
     file: Annotated[str | None, typer.Option("--file", metavar="NAME", help="Only this file.")] = None,
     version: Annotated[
         int | None, typer.Option("--version", metavar="N", min=1, help="This version; default: the newest.")
@@ -56,9 +60,13 @@ async def sidecars(
     async with open_tiers(settings, place=place, only=tier) as tiers:
         code = tiers.check_reachable()
         stored = await _list(tiers, [check_run(run)] if run else sorted(tiers.catalog.runs()))
-        if file is not None or version is not None:
-            wanted = {key for key in stored if file in (None, key[1]) and version in (None, key[2])}
-            stored = {key: found for key, found in stored.items() if key in wanted}
+        stored = {
+            key: found
+            for key, found in stored.items()
+            if file in (None, key[2])
+            and version in (None, key[3])
+            and (key[1] == phase or (into is None and not phase))
+        }
         if into is None:
             found = [_report(key, by_tier) for key, by_tier in sorted(stored.items())]
             print_report(found, as_json=json, text=_print)
@@ -68,12 +76,12 @@ async def sidecars(
             raise NotFound("no sidecar file matches", hint="`tierd sidecars` lists them")
         if len(runs) > 1:
             raise NotFound(f"{len(runs)} runs have sidecar files", hint="name one with --run")
-        newest = {key[:2]: max(other[2] for other in stored if other[:2] == key[:2]) for key in stored}
+        newest = {key[:3]: max(other[3] for other in stored if other[:3] == key[:3]) for key in stored}
         access = settings.config().access if place is None else PRIVATE
         written: list[SidecarVersion] = []
-        for key in sorted(key for key in stored if newest[key[:2]] == key[2]):
+        for key in sorted(key for key in stored if newest[key[:3]] == key[3]):
             report = _report(key, stored[key])
-            report.is_written = await _write(tiers, key, stored[key], into / key[1], access)
+            report.is_written = await _write(tiers, key, stored[key], into / key[2], access)
             written.append(report)
         print_report(written, as_json=json, text=lambda reports: _print_written(reports, into))
         return code
@@ -88,9 +96,9 @@ async def _list(tiers: OpenedTiers, runs: list[Run]) -> dict[Key, dict[str, list
             continue
         segments: dict[Key, list[Segment]] = {}
         for run in runs:
-            for stored in await tier.store.list(segment_prefix(run)):
+            for stored in await tier.store.list(all_segments_prefix(run)):
                 if (segment := parse_segment(stored.key)) is not None:
-                    segments.setdefault((segment.run, segment.file, segment.version), []).append(segment)
+                    segments.setdefault(_key_of(segment), []).append(segment)
         for key, each in segments.items():
             found.setdefault(key, {})[name] = chain(each)
     return found
@@ -98,7 +106,7 @@ async def _list(tiers: OpenedTiers, runs: list[Run]) -> dict[Key, dict[str, list
 
 async def _write(tiers: OpenedTiers, key: Key, by_tier: dict[str, list[Segment]], target: Path, access: Access) -> bool:
     """From the tier that has most of it; from the next one if that fails. Raises the error of the last one."""
-    error: TierdError = NotFound(f"read {key[1]}: no tier has it")
+    error: TierdError = NotFound(f"read {key[2]}: no tier has it")
     for name in sorted(by_tier, key=lambda name: -_end(by_tier[name])):
         try:
             return await _write_from(tiers.by_name[name], key, by_tier[name], target, access)
@@ -115,9 +123,13 @@ async def _write_from(tier: Tier, key: Key, path: list[Segment], target: Path, a
         except NotFound:
             if not tries_left:
                 raise
-            listed = [parse_segment(stored.key) for stored in await tier.store.list(segment_prefix(key[0]))]
-            path = chain([each for each in listed if each and (each.run, each.file, each.version) == key])
+            listed = [parse_segment(stored.key) for stored in await tier.store.list(all_segments_prefix(key[0]))]
+            path = chain([each for each in listed if each is not None and _key_of(each) == key])
     raise AssertionError
+
+
+def _key_of(segment: Segment) -> Key:
+    return segment.run, segment.phase, segment.file, segment.version
 
 
 def _end(path: list[Segment]) -> int:
@@ -126,7 +138,7 @@ def _end(path: list[Segment]) -> int:
 
 def _report(key: Key, by_tier: dict[str, list[Segment]]) -> SidecarVersion:
     sizes = {name: _end(path) for name, path in by_tier.items()}
-    return SidecarVersion(run=key[0], file=key[1], version=key[2], size_bytes=sizes)
+    return SidecarVersion(run=key[0], phase=key[1], file=key[2], version=key[3], size_bytes=sizes)
 
 
 def _print(found: list[SidecarVersion]) -> None:
@@ -134,10 +146,16 @@ def _print(found: list[SidecarVersion]) -> None:
         print_note("no sidecar files: [sidecars] in the config names some")
         return
     rows = [
-        [each.run, each.file, str(each.version), ", ".join(f"{name} {size(n)}" for name, n in each.size_bytes.items())]
+        [
+            each.run,
+            each.phase or "-",
+            each.file,
+            str(each.version),
+            ", ".join(f"{name} {size(n)}" for name, n in each.size_bytes.items()),
+        ]
         for each in found
     ]
-    table(["RUN", "FILE", "VERSION", "SIZE"], rows, right=("VERSION",))
+    table(["RUN", "PHASE", "FILE", "VERSION", "SIZE"], rows, right=("VERSION",))
 
 
 def _print_written(written: list[SidecarVersion], into: Path) -> None:

@@ -326,15 +326,17 @@ def _mistakes_of_watches(config: Config) -> Iterator[_Mistake]:
 
 def _mistakes_of_sidecars(config: Config) -> Iterator[_Mistake]:
     sidecars = config.sidecars
-    if sidecars.keep and not sidecars.path:
-        yield "sidecars.path", "", "the folder with the files of sidecars.keep"
-    if (sidecars.keep or sidecars.path) and not is_run(sidecars.run):
+    patterns = {"sidecars.keep": sidecars.keep, "sidecars.reset": sidecars.reset}
+    if any(patterns.values()) and not sidecars.path:
+        yield "sidecars.path", "", "the folder with the files of sidecars.keep and sidecars.reset"
+    if (any(patterns.values()) or sidecars.path) and not is_run(sidecars.run):
         yield "sidecars.run", sidecars.run, "a name of letters, digits, '.', '_' and '-'"
-    if sidecars.path and not sidecars.keep:
-        yield "sidecars.keep", [], "one glob or more"
-    for pattern in sidecars.keep:
-        if not pattern or "/" in pattern:
-            yield "sidecars.keep", pattern, "a glob of names in sidecars.path, without a slash"
+    if sidecars.path and not any(patterns.values()):
+        yield "sidecars.keep", [], "one glob or more, here or in sidecars.reset"
+    for key, globs in patterns.items():
+        for pattern in globs:
+            if not pattern or "/" in pattern:
+                yield key, pattern, "a glob of names in sidecars.path, without a slash"
 
 
 def _pattern_problem(pattern: str) -> str:

@@ -206,6 +206,7 @@ class SidecarsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     path: str = ""  # the folder with the files; it may be made later
     run: str = ""  # the run that they belong to
     keep: list[str] = []  # globs of files that only grow: they are copied into every tier while they grow, for ever
+    reset: list[str] = []  # globs of files of one phase of the run: `tierd pivot` archives them and deletes them there
 
 
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

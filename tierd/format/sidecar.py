@@ -29,14 +29,15 @@ _DIGEST_CHARS = 16  # of a digest in a name; the header has all of it
 _HEADER_BYTES_MAX = 4096
 _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{NAME_CHARS_MAX}}}")
 _KEY = re.compile(
-    rf"(?P<run>[^/]+)/{_FOLDER}/file-(?P<file>[A-Za-z0-9._-]{{1,{NAME_CHARS_MAX}}})-v(?P<version>[0-9]{{4,8}})"
+    rf"(?P<run>[^/]+)/{_FOLDER}(?:-(?P<phase>[A-Za-z0-9][A-Za-z0-9._-]{{0,63}}))?/file-(?P<file>[A-Za-z0-9._-]{{1,{NAME_CHARS_MAX}}})-v(?P<version>[0-9]{{4,8}})"
     r"-(?P<begin>[0-9]{15})-(?P<end>[0-9]{15})-(?P<before>[0-9a-f]{16})-(?P<after>[0-9a-f]{16})\.(?P<kind>seg|tail)"
 )
 
 
 class Segment(NamedTuple):
     """`before`, `after`: the first 16 hexadecimal digits of SHA-256 of the file's bytes up to `begin`, and up to `end`.
-    `is_tail`: its bytes only close a document, and may be written anew."""
+    `is_tail`: its bytes only close a document, and may be written anew. `phase`: the milestone of the phase of the run
+    that the file belongs to; empty: to all of the run."""
 
     run: Run
     file: str
@@ -46,12 +47,13 @@ class Segment(NamedTuple):
     before: str
     after: str
     is_tail: bool = False
+    phase: str = ""
 
     @property
     def key(self) -> str:
         kind = "tail" if self.is_tail else "seg"
         span = f"{self.begin:015d}-{self.end:015d}-{self.before}-{self.after}.{kind}"
-        return f"{segment_prefix(self.run)}file-{self.file}-v{self.version:04d}-{span}"
+        return f"{segment_prefix(self.run, self.phase)}file-{self.file}-v{self.version:04d}-{span}"
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,9 +65,14 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True):
     after: str
 
 
-def segment_prefix(run: Run) -> str:
-    """Of the keys of all segments of the run."""
-    return f"{run}/{_FOLDER}/"
+def segment_prefix(run: Run, phase: str = "") -> str:
+    """Of the keys of the segments of a phase, or of the files that belong to all of the run."""
+    return f"{run}/{_FOLDER}-{phase}/" if phase else f"{run}/{_FOLDER}/"
+
+
+def all_segments_prefix(run: Run) -> str:
+    """Of the keys of all segments of the run, and of nothing else that tierd writes."""
+    return f"{run}/{_FOLDER}"
 
 
 def is_file_name(name: str) -> bool:
@@ -92,6 +99,7 @@ def parse_segment(key: str) -> Segment | None:
         match["before"],
         match["after"],
         match["kind"] == "tail",
+        match["phase"] or "",
     )
     return segment if segment.key == key and segment.begin < segment.end else None
 

@@ -6,6 +6,7 @@ listing shows: nothing about it is remembered, so any daemon can continue what a
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import os
 import stat
@@ -72,6 +73,18 @@ class FileState:
         return bytes(content)
 
 
+def followed_files(folder: Path, patterns: Sequence[str]) -> list[str]:
+    """The names in the folder that fit a pattern; none if there is no such folder. Blocks. Raises BadRequest when it
+    cannot be listed."""
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise BadRequest(f"list {folder}: {error.strerror}", hint="sidecars.path names a folder") from error
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
 def state_key(about: os.stat_result) -> tuple[int, ...]:
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
@@ -127,12 +140,27 @@ def cuts(path: Sequence[Segment], covered: int, settled: int) -> list[tuple[int,
     return [(at, min(at + SEGMENT_BYTES_MAX, settled)) for at in range(begin, settled, SEGMENT_BYTES_MAX)]
 
 
+def matching(segments: Iterable[Segment], state: FileState) -> list[Segment]:
+    """Those that have bytes of this file."""
+    return [each for each in segments if state.has(each.begin, each.before) and state.has(each.end, each.after)]
+
+
 class SidecarCopy:
     """Copies one version of one file into one tier. `stored`: the segments of that version in the tier."""
 
-    def __init__(self, pool: ThreadPool, tier: Tier, run: Run, file: str, version: int, stored: list[Segment]) -> None:
+    def __init__(
+        self,
+        pool: ThreadPool,
+        tier: Tier,
+        run: Run,
+        file: str,
+        version: int,
+        stored: list[Segment],
+        *,
+        phase: str = "",
+    ) -> None:
         self._pool, self._tier = pool, tier
-        self._run, self._file, self._version = run, file, version
+        self._run, self._file, self._version, self._phase = run, file, version, phase
         self._stored = stored
 
     @staticmethod
@@ -143,7 +171,7 @@ class SidecarCopy:
     async def run(self, state: FileState) -> int:
         """Write what is missing, then delete the segments that it replaces. Returns how many bytes were written. Raises
         FileChanged when the file was written meanwhile, and as `Store.put_bytes`, `list` and `delete`."""
-        own = [each for each in self._stored if state.has(each.begin, each.before) and state.has(each.end, each.after)]
+        own = matching(self._stored, state)
         path = chain([each for each in own if not each.is_tail])
         covered = path[-1].end if path else 0
         spans = [(begin, end, False) for begin, end in cuts(path, covered, state.settled)]
@@ -161,7 +189,7 @@ class SidecarCopy:
         for begin, end, is_tail in spans:
             before, after = state.digest(begin), state.digest(end)
             name = self._run, self._file, self._version
-            segment = Segment(*name, begin, end, short(before), short(after), is_tail)
+            segment = Segment(*name, begin, end, short(before), short(after), is_tail, self._phase)
             kept.add(segment.key)
             if segment in own:
                 continue

@@ -7,7 +7,6 @@ replace a file by deleting it and writing it anew, so a change of the past count
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable
@@ -24,7 +23,7 @@ from tierd.format.text import printable
 from tierd.status.folder_reports import SidecarReport
 from tierd.tiers.pool import ThreadPool
 from tierd.tiers.tier import Tier
-from tierd.transfer.sidecar_copy import FileChanged, FileState, SidecarCopy, read_state, state_key
+from tierd.transfer.sidecar_copy import FileChanged, FileState, SidecarCopy, followed_files, read_state, state_key
 
 T = TypeVar("T")
 
@@ -112,16 +111,8 @@ class SidecarFollower:
 
     def _find(self) -> dict[str, tuple[int, ...]]:
         """The files to follow, by name. Blocks. Raises TierdError when the folder cannot be listed."""
-        try:
-            names = sorted(os.listdir(self._path))
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            raise BadRequest(f"list {self._path}: {error.strerror}", hint="sidecars.path names a folder") from error
-        keep = self._context.config.sidecars.keep
-        kept = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep)]
         found: dict[str, tuple[int, ...]] = {}
-        for name in kept:
+        for name in followed_files(self._path, self._context.config.sidecars.keep):
             if not is_file_name(name):
                 hint = "rename it: letters, digits, '.', '_' and '-', at most 120 of them"
                 self._problems[name] = BadRequest(

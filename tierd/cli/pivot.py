@@ -1,0 +1,212 @@
+"""`tierd pivot`: ends a phase of a run, so that the next start begins another one with the same weights and moments.
+
+The run stops at the end of its step; that checkpoint becomes a milestone; the files of `[sidecars] reset` are archived
+under the milestone in every tier and deleted in their folder. Each step is done only if the one before it is, and is
+skipped if it was done before, so the command can be repeated after any failure.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tierd.cli import daemon_http, options
+from tierd.cli.console import print_note, print_report, print_result, size
+from tierd.cli.milestone import mark
+from tierd.cli.opened_tiers import OpenedTiers, open_tiers
+from tierd.cli.options import Settings, parse_query, settings_of
+from tierd.cli.run_requests import stop_and_wait
+from tierd.config.sections import Config
+from tierd.errors import BadConfig, BadRequest, DaemonUnreachable, Transient
+from tierd.format import layout
+from tierd.format.ids import CheckpointId, Run, check_run
+from tierd.format.sidecar import Segment, parse_segment, segment_prefix
+from tierd.tiers.pool import ThreadPool
+from tierd.transfer.sidecar_copy import (
+    FileChanged,
+    FileState,
+    SidecarCopy,
+    followed_files,
+    matching,
+    read_state,
+    state_key,
+)
+
+
+class PivotReport(msgspec.Struct, kw_only=True):
+    """`archived`: the files that the milestone has now and the folder has no more, with their sizes in bytes."""
+
+    run: str
+    step: int
+    generation: int
+    milestone: str
+    tiers: list[str]
+    archived: dict[str, int]
+
+
+async def pivot(
+    context: typer.Context,
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="The milestone that the phase ends with.")],
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run; its trainers may be attached, or gone.")],
+    wait_s: options.Wait = 300.0,
+    json: options.Json = False,
+) -> int:
+    """End a phase of a run: stop it, make its checkpoint a milestone, and put the files of the phase away."""
+    settings = settings_of(context)
+    config = settings.config()
+    layout.milestone_file(name)  # raises before anything is done
+    chosen = check_run(run)
+    folder = _folder(config, chosen)
+    if not await _is_marked(settings, chosen, name):
+        _stop(config, chosen, wait_s)
+    async with open_tiers(settings) as tiers:
+        if tiers.check_reachable():
+            raise Transient(
+                f"pivot {run}: a tier cannot be listed, so the files of the phase would not be safe there",
+                hint="repeat the command when it answers: what was done stays done",
+            )
+        checkpoint, names = await _milestone(settings, tiers, chosen, name)
+        archived = await _archive(tiers, chosen, name, folder, config) if folder is not None else {}
+    report = PivotReport(
+        run=run,
+        step=checkpoint.step,
+        generation=checkpoint.generation,
+        milestone=name,
+        tiers=names,
+        archived=archived,
+    )
+    print_report(report, as_json=json, text=_print)
+    return 0
+
+
+def _folder(config: Config, run: Run) -> Path | None:
+    """Where the files of the phase are; None if the config names none."""
+    sidecars = config.sidecars
+    if not sidecars.reset:
+        print_note("tierd: [sidecars] reset names no files, so none is archived")
+        return None
+    if sidecars.run != run:
+        raise BadConfig(
+            f"pivot {run}: the files of [sidecars] are those of {sidecars.run}",
+            hint="name that run, or the config of the daemon that follows this one",
+        )
+    return Path(sidecars.path)
+
+
+async def _is_marked(settings: Settings, run: Run, name: str) -> bool:
+    async with open_tiers(settings) as tiers:
+        tiers.check_reachable()
+        return _marked(tiers, run, name) is not None
+
+
+def _marked(tiers: OpenedTiers, run: Run, name: str) -> CheckpointId | None:
+    """The newest checkpoint with the milestone."""
+    found = [entry.id for entry in tiers.catalog.entries(run) if name in entry.all_milestones]
+    return found[0] if found else None  # newest first
+
+
+def _stop(config: Config, run: Run, wait_s: float) -> None:
+    """Nothing is done if no trainer is attached."""
+    try:
+        reports = daemon_http.find(config).status.runs
+    except DaemonUnreachable as error:
+        raise DaemonUnreachable(
+            f"pivot {run}: {error.message}", hint="without the daemon nobody knows whether the run has ended"
+        ) from error
+    report = next((each for each in reports if each.run == run), None)
+    if report is None or report.state != "running":
+        print_note(f"tierd: {run} has no trainer here: its newest checkpoint ends the phase")
+        return
+    _, ended = stop_and_wait(config, run, wait_s=wait_s, is_silent=True)
+    if ended.state not in ("stopped", "finished"):
+        why = f": {ended.reason}" if ended.reason else ""
+        raise BadRequest(f"pivot {run}: the run is {ended.state}, not stopped{why}", hint="`tierd status` says more")
+
+
+async def _milestone(settings: Settings, tiers: OpenedTiers, run: Run, name: str) -> tuple[CheckpointId, list[str]]:
+    """The checkpoint that ends the phase, which is marked unless it was before, and the tiers that have the mark.
+    Raises BadRequest if the next phase has begun."""
+    marked = _marked(tiers, run, name)
+    if marked is None:
+        checkpoint, names = await mark(settings, tiers, parse_query(run, "latest", None), name, dry_run=False)
+    else:
+        checkpoint, names = marked, _tiers_with(tiers, marked, name)
+    if (newest := tiers.catalog.generation_max(run)) > checkpoint.generation:
+        raise BadRequest(
+            f"pivot {run}: generation {newest} has begun since {checkpoint} became the milestone {name}",
+            hint="its files of [sidecars] reset are those of the next phase, and stay; choose another name to end that",
+        )
+    return checkpoint, names
+
+
+def _tiers_with(tiers: OpenedTiers, checkpoint: CheckpointId, milestone: str) -> list[str]:
+    entry = tiers.catalog.get(checkpoint)
+    return [] if entry is None else [tier for tier, names in entry.milestones.items() if milestone in names]
+
+
+async def _archive(tiers: OpenedTiers, run: Run, name: str, folder: Path, config: Config) -> dict[str, int]:
+    """Archive the files of the phase in every tier, then delete those that have not changed since. Their sizes."""
+    pool = ThreadPool(1, "tierd-pivot", where=str(folder))
+    archived: dict[str, int] = {}
+    try:
+        for file in await pool.query(followed_files, folder, config.sidecars.reset):
+            try:
+                state = await _archive_file(pool, tiers, run, name, folder / file)
+                await pool.run(_remove, state)
+            except FileChanged as error:
+                raise Transient(
+                    f"pivot {run}: {folder / file} is still written",
+                    hint="which program writes it? Stop it, and repeat",
+                ) from error
+            archived[file] = state.size
+    finally:
+        pool.close()
+    return archived
+
+
+async def _archive_file(pool: ThreadPool, tiers: OpenedTiers, run: Run, name: str, path: Path) -> FileState:
+    stored: dict[str, list[Segment]] = {}
+    for tier in tiers.by_name.values():
+        found = [parse_segment(each.key) for each in await tier.store.list(segment_prefix(run, name))]
+        stored[tier.name] = [each for each in found if each is not None and each.file == path.name]
+    state = await pool.query(read_state, path, {at for each in stored.values() for at in SidecarCopy.offsets(each)})
+    version = _version(list(stored.values()), state)
+    for tier in tiers.by_name.values():
+        own = [each for each in stored[tier.name] if each.version == version]
+        await SidecarCopy(pool, tier, run, path.name, version, own, phase=name).run(state)
+    return state
+
+
+def _version(stored: list[list[Segment]], state: FileState) -> int:
+    """The one that a tier has begun of this file; otherwise a new one."""
+    versions = sorted({each.version for segments in stored for each in segments}, reverse=True)
+    for version in versions:
+        own = [[each for each in segments if each.version == version] for segments in stored]
+        if all(len(matching(each, state)) == len(each) for each in own):
+            return version
+    return max(versions, default=0) + 1
+
+
+def _remove(state: FileState) -> None:
+    """Blocks. Raises FileChanged if it is not the file that was archived any more."""
+    try:
+        if state_key(os.lstat(state.path)) != state.key:
+            raise FileChanged(state.path)
+        os.unlink(state.path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        message = f"delete {state.path}, which is archived: {error.strerror}"
+        raise BadRequest(message, hint="delete it by hand, before the next phase begins") from error
+
+
+def _print(report: PivotReport) -> None:
+    where = ", ".join(report.tiers)
+    print_result(f"{report.run} step {report.step} (generation {report.generation}) is {report.milestone} in {where}")
+    for file, size_bytes in report.archived.items():
+        print_result(f"archived {file} ({size(size_bytes)}) and deleted it in its folder")
+    print_result(f"the next start of {report.run} begins a new phase from there")
