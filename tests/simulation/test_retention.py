@@ -35,6 +35,7 @@ from tierd.workers.replicator import GRACE_S, SEND_AGAIN_S, Replicator
 
 HOT, COLD, DR = "hot", "cold", "dr"
 STEPS_MAX = 20  # rules of one example
+REAL_S = 120.0  # one example takes less; the files have real times
 DECIDED_S = 0.25  # simulated: the reaper lists up to four folders after its decision, and deletes
 
 
@@ -306,10 +307,10 @@ class Retention(RuleBasedStateMachine):
         # What was deleted in cold and is needed there since is sent again: a milestone and the newest healthy one after
         # an hour, others, which are selected because newer ones were found unhealthy, after a day.
         for wait_s in (SEND_AGAIN_S, SEND_AGAIN_S, 0.0, 0.0):
-            self.pass_all(wait_s)
+            self.pass_all(wait_s and wait_s + REAL_S)
         self.cold_tiers_have_the_newest_healthy_one()
         for wait_s in (GRACE_S, GRACE_S, 0.0, 0.0):
-            self.pass_all(wait_s)
+            self.pass_all(wait_s and wait_s + REAL_S)
         self.no_deletion_breaks_a_promise()
         facts = self.facts
         hot, every = set(self.before[HOT]), set[Id]().union(*self.before.values())

@@ -39,7 +39,6 @@ from tierd.lifecycle.policy import HOT
 from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import recover
 
-BEGIN = datetime.now(UTC)  # the directories are real, and so are the times of their files
 READ_ONLY = {"walk", "_get", "<lambda>", "read_blocking", "begin"}  # jobs of a directory after which nothing differs
 SHARD = layout.shard_name(Rank(0), 1)
 MILESTONE = "milestone-kept.json"
@@ -97,6 +96,7 @@ class RetentionWorld:
         cold = [msgspec.structs.replace(tier, lifecycle=own[tier.name]) for tier in config.cold]
         self._config: Config = msgspec.structs.replace(config, cold=cold)
         self._on_change = on_change
+        self._began = datetime.now(UTC)  # the directories are real, and so are the times of their files
         self.loop = SteppedLoop(seed)
         self.loop.latency_s = lambda name: (self.loop.random.uniform(0.0, 0.02), self.loop.random.uniform(0.0, 0.002))
         self.unmounted: set[str] = set()
@@ -117,7 +117,7 @@ class RetentionWorld:
         self._context.run(OWNER.set, self._process)
         with self.loop.running():
             clocks: dict[str, Any] = {
-                "now": lambda: BEGIN + timedelta(seconds=self.loop.time()),
+                "now": lambda: self._began + timedelta(seconds=self.loop.time()),
                 "monotonic_s": self.loop.time,
             }
             self.rooms = rooms = Rooms(self._config, **clocks)
@@ -128,7 +128,7 @@ class RetentionWorld:
                 f"list {name}": partial(refresh, rooms.catalog, tier) for name, tier in rooms.tiers.items()
             }
             self._passes |= {f"replicate {name}": rooms.replicator(name).run_once for name in self.cold}
-        self.spawn("recover", lambda: recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=BEGIN.timestamp()))
+        self.spawn("recover", lambda: recover(rooms.catalog, rooms.hot, rooms.hot_store, now_s=self._began.timestamp()))
         self.run_until_idle()
         for name in self.cold:  # a tier that a daemon has opened once and that disappears is unmounted, not empty
             os.close(rooms.cold[name].store.tree.open_folder("-", create=False)[0])  # type: ignore[attr-defined]
