@@ -10,17 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.bucket import Bucket, bucket_server
 from tests.support.daemon import Daemon
+from tests.support.s3 import BUCKET, ENVIRONMENT
 from tests.support.waiting import wait_until
 
 NAME = ".loss.json"
 
 
-def following(root: Path, *, failpoints: str = "") -> Daemon:
+def following(root: Path, *, failpoints: str = "", bucket: Bucket | None = None) -> Daemon:
     (root / "out").mkdir(parents=True, exist_ok=True)
     section = f'[sidecars]\npath = "../out"\nrun = "run"\nkeep = ["{NAME}"]'
     environ = {"TIERD_FAILPOINTS": failpoints} if failpoints else {}
-    return Daemon(root / "house", more=section, environ=environ)
+    if bucket is None:
+        return Daemon(root / "house", more=section, environ=environ)
+    cold = f'url = "s3://{BUCKET}/deep"\nendpoint_url = "{bucket.url}"'
+    return Daemon(root / "house", cold=cold, more=section, environ=environ | ENVIRONMENT)
 
 
 def in_tier(daemon: Daemon, tier: str) -> int:
@@ -70,14 +75,23 @@ def test_every_line_of_a_history_reaches_cold_once_although_the_daemon_is_killed
         assert f"sidecar files in {tmp_path / 'out'} for run: 1 files" in daemon.tierd("status").stdout
 
 
-def test_a_history_comes_back_on_an_empty_machine_and_goes_on(tmp_path: Path) -> None:
+def test_a_history_comes_back_from_a_bucket_on_an_empty_machine_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "out" / NAME
-    with following(tmp_path) as daemon:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with bucket_server() as bucket:
+        comes_back_and_goes_on(tmp_path, file, bucket)
+
+
+def comes_back_and_goes_on(tmp_path: Path, file: Path, bucket: Bucket) -> None:
+    with following(tmp_path, bucket=bucket) as daemon:
         file.write_text("1\n2\n")
         wait_until(lambda: in_tier(daemon, "cold") == 4, "the copy in cold")
     shutil.rmtree(tmp_path / "out")
     shutil.rmtree(tmp_path / "house/hot")
-    with following(tmp_path) as daemon:
+    with following(tmp_path, bucket=bucket) as daemon:
         assert written(daemon, tmp_path / "out", "cold") == b"1\n2\n"
         again = daemon.tierd("sidecars", "--run", "run", "--into", tmp_path / "out")
         assert "is there already" in again.stdout
@@ -95,7 +109,7 @@ def test_a_history_that_lost_its_past_raises_an_alarm_and_both_are_kept(tmp_path
         wait_until(lambda: in_tier(daemon, "cold") == 6, "the copy in cold")
         file.write_text("1\n")
         reports = wait_until(
-            lambda: found if len(found := daemon.json("sidecars", "--run", "run")) == 2 else None, "the second version"
+            lambda: found if len(found := daemon.json("sidecars", "--run", "run")) == 2 else [], "the second version"
         )
         assert [report["version"] for report in reports] == [1, 2]
         printed = daemon.tierd("status").stdout
