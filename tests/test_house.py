@@ -472,6 +472,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/daemon_process.py": "test_daemon.py",
     "tierd/cli/sidecars.py": "e2e/test_sidecars.py",
     "tierd/cli/pivot.py": "e2e/test_pivot.py",
+    "tierd/cli/adoptions.py": "cli/test_adopt.py",
     "tierd/status/lifecycle_report.py": "cli/test_verbs.py",
     "tierd/memory/run_memory.py": "memory/test_tier.py",
     "tierd/api/queue_reports.py": "api/test_operator.py",

@@ -13,30 +13,22 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tierd.catalog.identity import Identities
-from tierd.catalog.listing import refresh_run
 from tierd.cli import options
-from tierd.cli.console import duration, now, print_report, progress_bar, size
+from tierd.cli.adopt_history import adopt_history, history_preset
+from tierd.cli.adoptions import adopt_tree, existing
+from tierd.cli.console import duration, now, print_report, size
 from tierd.cli.log import check_key, record
-from tierd.cli.opened_tiers import OpenedTiers, open_tiers
+from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import settings_of
 from tierd.config.sections import Config
-from tierd.errors import BadConfig, TargetNotEmpty
+from tierd.errors import BadConfig
 from tierd.format.audit import Action
-from tierd.format.digest import preferred
-from tierd.format.ids import CheckpointId, check_run
-from tierd.format.manifest import Manifest
-from tierd.format.signature import Keyring
+from tierd.format.ids import check_run
 from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
-from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.pool import ThreadPool
-from tierd.tiers.run_lock import run_lock
-from tierd.tiers.tier import Tier
 from tierd.transfer import adoption
-from tierd.transfer.adoption import Adoption, adopted_id, is_same_tree, read_tree, scan_settled
-from tierd.transfer.atomic_output import atomic_output
-from tierd.transfer.source_tree import SourceTree
+from tierd.transfer.adoption import Adoption, adopted_id, scan_settled
 
 
 class Adopted(msgspec.Struct, kw_only=True):
@@ -65,7 +57,14 @@ async def adopt(
         str,
         typer.Option("--run", metavar="RUN", help="The name of the run: one of its own, that no tierd client writes."),
     ],
-    step: Annotated[int, typer.Option("--step", metavar="N", min=0, help="Its step.")],
+    step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Its step.")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option("--preset", metavar="NAME", help="PATH is a folder of checkpoints of this framework: take all."),
+    ] = None,
+    settled: Annotated[
+        bool, typer.Option("--settled", help="With --preset: no program writes there, so times do not matter.")
+    ] = False,
     generation: Annotated[
         int | None,
         typer.Option("--generation", metavar="G", min=1, help="Its generation; default: the newest of the run."),
@@ -73,7 +72,7 @@ async def adopt(
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> int:
-    """Take a checkpoint that another program wrote, as opaque bytes: checksummed, copied and deleted by the policy."""
+    """Take checkpoints that another program wrote, as opaque bytes: checksummed, copied and deleted by the policy."""
     name = check_run(run)
     config = settings_of(context).config()
     check_key(config)
@@ -82,11 +81,18 @@ async def adopt(
     except (OSError, RuntimeError) as error:  # RuntimeError: before Python 3.13
         raise BadConfig(f"adopt {path}: {error}", hint="is it a link to itself?") from error
     _check_outside_tiers(source, config)
+    if (step is None) == (preset is None):
+        raise BadConfig("adopt needs --step N for one checkpoint, or --preset NAME for a folder of them")
+    chosen = None if preset is None else history_preset(preset)
     began_s = time.monotonic()
     pool = ThreadPool(adoption.THREADS, "tierd-adopt", where=str(source), timeout_s=2 * config.limits.request_timeout_s)
     try:
         async with open_tiers(settings_of(context)) as tiers:
             code = tiers.check_reachable()
+            if chosen is not None:
+                how = {"is_settled": settled, "is_dry_run": dry_run, "as_json": json}
+                return await adopt_history(source, name, chosen, generation, tiers, config, pool, **how) or code
+            assert step is not None
             limit = tiers.catalog.claims.generation_limit(name, now().timestamp())
             checkpoint = adopted_id(tiers.catalog, name, step, generation, generation_max=limit)
             tree = await scan_settled(source, pool, now)
@@ -101,11 +107,13 @@ async def adopt(
                 is_new=True,
                 is_dry_run=dry_run,
             )
-            if existing := await _existing(tiers, checkpoint, tree):
-                report.is_new, report.sequence = False, existing.sequence
+            if (former := await existing(tiers, checkpoint, tree)) is not None:
+                report.is_new, report.sequence = False, former.sequence
             elif not dry_run:
                 keyring = keyring_of(config.security.key_file, to_sign=True)
-                manifest, report.cloned_bytes = await _adopt(tiers, config, keyring, checkpoint, Adoption(tree, pool))
+                manifest, report.cloned_bytes = await adopt_tree(
+                    tiers, config, keyring, checkpoint, Adoption(tree, pool)
+                )
                 report.sequence = manifest.sequence
                 await record(config, Action.COMMITTED, checkpoint, HOT, reason=f"adopted from {source}")
     finally:
@@ -138,42 +146,3 @@ def _check_outside_tiers(source: Path, config: Config) -> None:
                 f"adopt {source}: the tier at {root} is {'around' if source.is_relative_to(root) else 'in'} it",
                 hint="give the folder of one checkpoint, outside of the tiers",
             )
-
-
-async def _existing(tiers: OpenedTiers, checkpoint: CheckpointId, tree: SourceTree) -> Manifest | None:
-    """The checkpoint, if it was adopted from these files before. Raises TargetNotEmpty if it was from other files."""
-    entry = tiers.catalog.get(checkpoint)
-    if entry is None:
-        return None
-    tier = next(tier for name, tier in tiers.by_name.items() if name in entry.tiers)
-    if is_same_tree(await read_tree(tier, entry.manifest), entry.manifest, tree):
-        return entry.manifest
-    raise TargetNotEmpty(
-        f"adopt {tree.path} as {checkpoint}: that was adopted before, from other files or before they were written",
-        hint=f"--generation {checkpoint.generation + 1} adopts it as a step of a new timeline",
-    )
-
-
-async def _adopt(
-    tiers: OpenedTiers, config: Config, keyring: Keyring | None, checkpoint: CheckpointId, attempt: Adoption
-) -> tuple[Manifest, int]:
-    """(the committed manifest, how many bytes share blocks with the source)."""
-    target = config.hot_path / checkpoint.run / checkpoint.name
-    with atomic_output(target, size_bytes=0, access=config.access) as output:
-        timeout_s = 2 * config.limits.request_timeout_s
-        url = f"file://{output.partial}"
-        async with DirectoryStore(output.folder, timeout_s=timeout_s, access=output.access, url=url) as store:
-            if not await attempt.pool.query(attempt.tree.can_clone_into, output.descriptor):
-                output.check_room(attempt.tree.size_bytes)
-            algorithm = "" if keyring is None else preferred()
-            with progress_bar(f"step {checkpoint.step} into hot", attempt.tree.size_bytes) as progress:
-                await attempt.copy(checkpoint, store, algorithm=algorithm, progress=progress)
-            # Another command, or a daemon that watches, may have adopted other steps while this one copied.
-            async with run_lock(store.pool, target.parent):
-                await refresh_run(tiers.catalog, tiers.by_name[HOT], checkpoint.run, Identities(config))
-                manifest = attempt.manifest(checkpoint, sequence=tiers.catalog.sequence_max(checkpoint.run) + 1)
-                if keyring is not None:
-                    manifest = keyring.sign_manifest(manifest)
-                await Tier("adopted", store, limits=config.limits).commit(manifest)
-                output.publish(output.folder / checkpoint.run / checkpoint.name)
-    return manifest, attempt.cloned_bytes

@@ -1,0 +1,141 @@
+"""`tierd adopt --preset`: a whole folder of checkpoints, oldest first, once each, also after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cli import House, make_house
+from tests.support.foreign import contents
+from tests.support.framework_saves import SAVES, Writer, save_hf
+from tests.support.processes import ENVIRONMENT, ForkedProcess, run_tierd
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return make_house(tmp_path)
+
+
+def aged(folder: Path, *, hours: float = 1.0) -> None:
+    """As if everything in it had been written some time ago, each file at the time that it has in the others' order."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        about = path.lstat()
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns - int(hours * 3600e9)), follow_symlinks=False)
+
+
+def history(folder: Path, preset: str, *steps: int) -> None:
+    folder.mkdir(exist_ok=True)
+    for step in steps:
+        SAVES[preset](folder, step, Writer())
+    aged(folder)
+
+
+def adopted(house: House, folder: Path, preset: str, *more: str) -> Any:
+    done = house.tierd("adopt", folder, "--run", "old", "--preset", preset, "--json", *more)
+    report = json.loads(done.stdout)
+    assert done.exit_code == (3 if report["left"] else 0), done.stderr
+    return report
+
+
+def sequences(house: House) -> dict[int, int]:
+    """By step, as the manifests have them."""
+    manifests = [json.loads(path.read_text()) for path in committed(house)]
+    return {manifest["step"]: manifest["sequence"] for manifest in manifests}
+
+
+def committed(house: House) -> list[Path]:
+    return sorted((house.root / "hot/old").glob("0*-g0001/manifest.json"))
+
+
+@pytest.mark.parametrize("preset", sorted(SAVES))
+def test_a_folder_of_checkpoints_is_adopted_in_order_and_comes_back(house: House, tmp_path: Path, preset: str) -> None:
+    folder = tmp_path / "out"
+    history(folder, preset, 30, 10, 20)
+    before = contents(folder)
+    settled = ["--settled"] if preset == "deepspeed" else []  # `latest` names only the newest
+    planned = adopted(house, folder, preset, "--dry-run", *settled)
+    assert (planned["adopted"], committed(house)) == ([10, 20, 30], [])
+    assert adopted(house, folder, preset, *settled)["adopted"] == [10, 20, 30]
+    assert sequences(house) == {10: 1, 20: 2, 30: 3}
+    again = adopted(house, folder, preset, *settled)
+    assert (again["adopted"], again["known"]) == ([], [10, 20, 30])
+    assert contents(folder) == before, "nothing of the framework's was touched"
+    newest = next(name for name in os.listdir(folder) if "30" in name)
+    to = house.root / "back" / newest if (folder / newest).is_dir() else house.root / "back"
+    assert house.tierd("restore", "--run", "old", "--step", "30", "--to", to).exit_code == 0
+    restored = {path: about for path, about in contents(house.root / "back").items() if path}
+    assert restored.items() <= before.items()
+    assert any("30" in path for path in restored)
+
+
+def test_a_command_that_is_killed_goes_on_where_it_was(house: House, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    history(folder, "hf-trainer", *range(10, 210, 10))
+    arguments = ["--config", str(house.config), "adopt", str(folder), "--run", "old", "--preset", "hf-trainer"]
+    for least in (2, 7):
+        process = ForkedProcess(run_tierd, arguments, ENVIRONMENT, str(tmp_path / f"{least}.log"))
+        wait_until(lambda least=least: len(committed(house)) >= least, "some checkpoints")
+        process.kill()
+        process.wait()
+    assert len(committed(house)) < 20
+    report = adopted(house, folder, "hf-trainer")
+    assert sorted(report["adopted"] + report["known"]) == list(range(10, 210, 10))
+    assert report["left"] == {}
+    assert sequences(house) == {10 * n: n for n in range(1, 21)}
+    assert not list((house.root / "hot/old").glob("*.partial"))
+
+
+def test_what_is_not_complete_is_named_and_left(house: House, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    history(folder, "hf-trainer", 10, 20, 30)
+    (folder / "checkpoint-20/trainer_state.json").write_text("{")
+    aged(folder)
+    os.symlink(folder / "checkpoint-10", folder / "checkpoint-40")
+    (folder / "checkpoint-50").mkdir()
+    save_hf(folder, 60, Writer())  # a moment ago
+    done = house.tierd("adopt", folder, "--run", "old", "--preset", "hf-trainer")
+    assert done.exit_code == 3
+    for name, why in (("20", "trainer_state.json is not whole"), ("50", "no file in it"), ("60", "unchanged for 10 s")):
+        assert any(f"checkpoint-{name}: " in line and why in line for line in done.stderr.splitlines()), done.stderr
+    assert [path.parent.name for path in committed(house)] == ["000000000010-g0001", "000000000030-g0001"]
+    aged(folder)
+    assert adopted(house, folder, "hf-trainer")["adopted"] == [60]
+
+
+def test_what_expired_or_is_older_than_the_newest_is_not_adopted_again(house: House, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    history(folder, "hf-trainer", 10, 20)
+    adopted(house, folder, "hf-trainer")
+    shutil.rmtree(house.root / "hot/old/000000000010-g0001")
+    report = adopted(house, folder, "hf-trainer")
+    assert (report["adopted"], report["known"]) == ([], [20])
+    assert "step 20 was adopted before" in report["left"]["checkpoint-10"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "--step N for one checkpoint, or --preset NAME"),
+        (["--preset", "hf-trainer", "--step", "1"], "--step N for one checkpoint, or --preset NAME"),
+        (["--preset", "none"], "'none' is none"),
+        (["--preset", "lightning"], 'preset = "hf-trainer"'),
+    ],
+)
+def test_a_wrong_use_is_refused(house: House, tmp_path: Path, arguments: list[str], expected: str) -> None:
+    history(tmp_path / "out", "hf-trainer", 10)
+    refused = house.tierd("adopt", tmp_path / "out", "--run", "old", *arguments)
+    assert refused.exit_code == 2, refused.stderr
+    assert expected in refused.stderr
+
+
+def test_an_empty_folder_is_refused(house: House, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    refused = house.tierd("adopt", tmp_path / "out", "--run", "old", "--preset", "hf-trainer")
+    assert refused.exit_code != 0
+    assert "no name there fits the preset hf-trainer" in refused.stderr

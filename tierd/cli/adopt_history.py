@@ -1,0 +1,169 @@
+"""`tierd adopt FOLDER --preset NAME`: adopts every complete checkpoint in a folder in which a framework has written.
+
+Oldest first, each committed before the next one begins, so a command that was killed goes on where it was. What is not
+complete, cannot be read, or is older than what was adopted before is named and left alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from tierd.cli.adoptions import adopt_tree, existing
+from tierd.cli.console import duration, now, print_note, print_report, print_result, size
+from tierd.cli.log import record
+from tierd.cli.opened_tiers import PARTIAL, OpenedTiers
+from tierd.config.sections import Config, WatchConfig
+from tierd.errors import BadConfig, Full, NotFound, TargetNotEmpty, TierdError
+from tierd.format.audit import Action
+from tierd.format.ids import Run
+from tierd.keys.key_file import keyring_of
+from tierd.lifecycle.policy import HOT
+from tierd.lifecycle.watched import PRESETS, Listed, Preset, Verdicts, is_name, judge, misfit, preset_of
+from tierd.tiers.pool import ThreadPool
+from tierd.transfer.adoption import Adoption, adopted_id
+from tierd.transfer.atomic_output import clear_abandoned
+from tierd.transfer.source_tree import SourceTree
+from tierd.transfer.watched_folder import listed, names, read_beside, scan_entry
+
+QUIET_S = 10.0  # what was written less long ago may not be complete
+
+
+class History(msgspec.Struct, kw_only=True):
+    """What `tierd adopt --preset --json` prints. `adopted`, `known`: the steps that were adopted now, and before.
+    `left`: why the others were not, by name."""
+
+    run: str
+    path: str
+    preset: str
+    generation: int
+    adopted: list[int] = []
+    known: list[int] = []
+    left: dict[str, str] = {}
+    size_bytes: int = 0
+    cloned_bytes: int = 0
+    seconds: float = 0.0
+    is_dry_run: bool
+
+
+def history_preset(name: str) -> Preset:
+    """Raises BadConfig for a name that is none."""
+    if name not in PRESETS:
+        raise BadConfig(f"--preset {name!r} is none", hint=f"one of {', '.join(sorted(PRESETS))}")
+    return preset_of(WatchConfig(preset=name))  # pyright: ignore[reportArgumentType]
+
+
+async def adopt_history(
+    folder: Path,
+    run: Run,
+    preset: Preset,
+    generation: int | None,
+    tiers: OpenedTiers,
+    config: Config,
+    pool: ThreadPool,
+    *,
+    is_settled: bool,
+    is_dry_run: bool,
+    as_json: bool,
+) -> int:
+    """`is_settled`: no program writes there any more, so only what the files themselves show counts, and not their
+    times. Returns the exit code: PARTIAL if something was left. Raises Full, and NotFound if there is no checkpoint."""
+    began_s = time.monotonic()
+    limit = tiers.catalog.claims.generation_limit(run, now().timestamp())
+    any_id = adopted_id(tiers.catalog, run, 0, generation, generation_max=limit)
+    report = History(run=run, path=str(folder), preset=preset.name, generation=any_id.generation, is_dry_run=is_dry_run)
+    trees, verdicts = await _judge(folder, preset, pool, report, is_settled=is_settled)
+    report.left |= verdicts.waiting
+    steps = sorted(verdicts.complete.items(), key=lambda item: item[1])
+    newest = max((entry.id.step for entry in tiers.catalog.entries(run)), default=-1)
+    if not is_dry_run:
+        with suppress(OSError):  # what a killed command has left
+            await pool.run(clear_abandoned, config.hot_path / run, {run}.issuperset)
+    for name, step in steps:
+        try:
+            await _adopt_one(trees[name], step, newest, tiers, config, pool, report)
+        except Full as error:
+            raise Full(
+                f"{error.message}; {len(report.adopted)} of {len(steps)} checkpoints were adopted",
+                hint="repeat the command when the daemon has copied and evicted some: it goes on from there",
+            ) from error
+        except TierdError as error:
+            report.left[name] = error.message
+    report.seconds = round(time.monotonic() - began_s, 6)
+    print_report(report, as_json=as_json, text=_print)
+    return PARTIAL if report.left else 0
+
+
+async def _judge(
+    folder: Path, preset: Preset, pool: ThreadPool, report: History, *, is_settled: bool
+) -> tuple[dict[str, SourceTree], Verdicts]:
+    found = await pool.query(names, folder)
+    fitting = [name for name, is_folder in found.folders.items() if is_name(name, preset, is_folder=is_folder)]
+    if not fitting:
+        raise misfit(str(folder), found.folders, preset) or NotFound(
+            f"adopt {folder}: no name there fits the preset {preset.name}, as {preset.example} would",
+            hint="--step N adopts a single folder or file",
+        )
+    trees: dict[str, SourceTree] = {}
+    ready: list[Listed] = []
+    for name in sorted(fitting, key=preset.step_of):
+        try:
+            tree = await pool.query(scan_entry, folder / name)
+            if tree is None:
+                continue
+            if not tree.files:
+                report.left[name] = "there is no file in it"
+                continue
+            changed_s = max(tree.modified_ns, tree.folders_changed_ns) / 1e9
+            unchanged_s = math.inf if is_settled else now().timestamp() - changed_s
+            ready.append(await pool.query(lambda tree=tree, age=unchanged_s: listed(tree, preset, unchanged_s=age)))
+            trees[name] = tree
+        except TierdError as error:
+            report.left[name] = error.message
+    beside = await pool.query(read_beside, folder, preset.beside) if preset.beside else (b"", 0.0)
+    quiet_s = math.inf if is_settled else QUIET_S
+    return trees, judge(ready, preset, quiet_s=quiet_s, beside=beside, named_before=list(trees) if is_settled else ())
+
+
+async def _adopt_one(
+    tree: SourceTree, step: int, newest: int, tiers: OpenedTiers, config: Config, pool: ThreadPool, report: History
+) -> None:
+    """`newest`: the step of the run's newest checkpoint before this command; -1 if there is none."""
+    run = Run(report.run)
+    checkpoint = adopted_id(tiers.catalog, run, step, report.generation)
+    try:
+        if await existing(tiers, checkpoint, tree):
+            report.known.append(step)
+            return
+    except TargetNotEmpty as error:
+        raise TierdError(error.message) from error
+    if step < newest:
+        raise TierdError(f"step {newest} was adopted before, so this one was too, and has expired, or it is late")
+    report.size_bytes += tree.size_bytes
+    if not report.is_dry_run:
+        keyring = keyring_of(config.security.key_file, to_sign=True)
+        _, cloned_bytes = await adopt_tree(tiers, config, keyring, checkpoint, Adoption(tree, pool))
+        report.cloned_bytes += cloned_bytes
+        await record(config, Action.COMMITTED, checkpoint, HOT, reason=f"adopted from {tree.path}")
+    report.adopted.append(step)
+
+
+def _print(report: History) -> None:
+    where = f"{report.run} (generation {report.generation})"
+    verb = "would adopt" if report.is_dry_run else "adopted"
+    took = "" if report.is_dry_run else f" in {duration(report.seconds)}"
+    print_result(f"{verb} {_steps(report.adopted)} from {report.path} as {where}: {size(report.size_bytes)}{took}")
+    if report.known:
+        print_result(f"adopted before, and unchanged: {_steps(report.known)}")
+    for name, why in report.left.items():
+        print_note(f"tierd: left alone: {name}: {why}")
+
+
+def _steps(steps: list[int]) -> str:
+    if not steps:
+        return "no checkpoint"
+    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} checkpoints, step {steps[0]} to {steps[-1]},"

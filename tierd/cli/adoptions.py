@@ -1,0 +1,64 @@
+"""Commits one folder or file of another program as a checkpoint in the hot tier, for the commands that adopt.
+
+The checkpoint is built beside its place in the hot directory and moved there by one rename, so a daemon never sees an
+incomplete one.
+"""
+
+from __future__ import annotations
+
+from tierd.catalog.identity import Identities
+from tierd.catalog.listing import refresh_run
+from tierd.cli.console import progress_bar
+from tierd.cli.opened_tiers import OpenedTiers
+from tierd.config.sections import Config
+from tierd.errors import TargetNotEmpty
+from tierd.format.digest import preferred
+from tierd.format.ids import CheckpointId
+from tierd.format.manifest import Manifest
+from tierd.format.signature import Keyring
+from tierd.lifecycle.policy import HOT
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.run_lock import run_lock
+from tierd.tiers.tier import Tier
+from tierd.transfer.adoption import Adoption, is_same_tree, read_tree
+from tierd.transfer.atomic_output import atomic_output
+from tierd.transfer.source_tree import SourceTree
+
+
+async def existing(tiers: OpenedTiers, checkpoint: CheckpointId, tree: SourceTree) -> Manifest | None:
+    """The checkpoint, if it was adopted from these files before. Raises TargetNotEmpty if it was from other files."""
+    entry = tiers.catalog.get(checkpoint)
+    if entry is None:
+        return None
+    tier = next(tier for name, tier in tiers.by_name.items() if name in entry.tiers)
+    if is_same_tree(await read_tree(tier, entry.manifest), entry.manifest, tree):
+        return entry.manifest
+    raise TargetNotEmpty(
+        f"adopt {tree.path} as {checkpoint}: that was adopted before, from other files or before they were written",
+        hint=f"--generation {checkpoint.generation + 1} adopts it as a step of a new timeline",
+    )
+
+
+async def adopt_tree(
+    tiers: OpenedTiers, config: Config, keyring: Keyring | None, checkpoint: CheckpointId, attempt: Adoption
+) -> tuple[Manifest, int]:
+    """(the committed manifest, how many bytes share blocks with the source)."""
+    target = config.hot_path / checkpoint.run / checkpoint.name
+    with atomic_output(target, size_bytes=0, access=config.access) as output:
+        timeout_s = 2 * config.limits.request_timeout_s
+        url = f"file://{output.partial}"
+        async with DirectoryStore(output.folder, timeout_s=timeout_s, access=output.access, url=url) as store:
+            if not await attempt.pool.query(attempt.tree.can_clone_into, output.descriptor):
+                output.check_room(attempt.tree.size_bytes)
+            algorithm = "" if keyring is None else preferred()
+            with progress_bar(f"step {checkpoint.step} into hot", attempt.tree.size_bytes) as progress:
+                await attempt.copy(checkpoint, store, algorithm=algorithm, progress=progress)
+            # Another command, or a daemon that watches, may have adopted other steps while this one copied.
+            async with run_lock(store.pool, target.parent):
+                await refresh_run(tiers.catalog, tiers.by_name[HOT], checkpoint.run, Identities(config))
+                manifest = attempt.manifest(checkpoint, sequence=tiers.catalog.sequence_max(checkpoint.run) + 1)
+                if keyring is not None:
+                    manifest = keyring.sign_manifest(manifest)
+                await Tier("adopted", store, limits=config.limits).commit(manifest)
+                output.publish(output.folder / checkpoint.run / checkpoint.name)
+    return manifest, attempt.cloned_bytes
