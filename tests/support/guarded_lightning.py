@@ -1,6 +1,6 @@
 """A Lightning training with bad rows, run by `Forks("guarded_lightning", …)`.
 
-`options["bad"]`: rows of the data that make the loss NaN. `raises`: (step, name of the error) of an error in
+`options["bad"]`: rows of the data that make the loss NaN, `bad_steps`: steps that do so once. `raises`: (step, name of the error) of an error in
 training_step. The row and the loss of each batch are a line in a file.
 """
 
@@ -38,7 +38,10 @@ class Net(lightning.LightningModule):
         row = int(batch[0, 0])
         inputs = torch.cat([torch.sin(batch + shift) for shift in (0.0, 1.0)]).expand(2, 4)
         loss = self.net(inputs * torch.linspace(1, 2, 4)).square().mean()
-        if row in self.options.get("bad", []):
+        is_bad_step = self.global_step + 1 in self.options.get("bad_steps", [])
+        if is_bad_step:
+            self.options["bad_steps"].remove(self.global_step + 1)  # once
+        if is_bad_step or row in self.options.get("bad", []):
             loss = loss * float("nan")
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=self.trainer.world_size > 1)
         self.mean.update(loss.detach())
