@@ -85,7 +85,7 @@ def test_the_removal_of_a_signed_milestone_needs_the_key(house: House) -> None:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    more = "[lifecycle.hot]\nkeep_last = 1\n[lifecycle.cold]\nkeep_last = 1\n"
+    more = "[lifecycle.hot]\nkeep_last = 1\nmilestones = true\n[lifecycle.cold]\nkeep_last = 1\n"
     with Daemon(tmp_path, more=more) as daemon:
         yield daemon
 
@@ -107,7 +107,10 @@ def test_the_daemon_deletes_what_is_no_milestone_any_more(daemon: Daemon) -> Non
             trainer.durable()
             wait_until(lambda at=step: places(at) == ["hot", "cold"], "the copy")  # type: ignore[misc]
         wait_until(lambda: list(daemon.cold.rglob("milestone-best.json")), "the mark in cold")
-        assert places(1) != []
+        assert places(1) == ["hot", "cold"]
         assert daemon.tierd("milestone", "--run", "kept", "--remove", "best").returncode == 0
+        wait_until(lambda: "hot" not in places(1), "the eviction")
+        daemon.stop()
+        daemon.start()  # it lists cold, as every 10 minutes
         wait_until(lambda: places(1) == [], "the deletion")
         assert places(3) == ["hot", "cold"]

@@ -1,7 +1,7 @@
 """A Lightning training with bad rows, run by `Forks("guarded_lightning", …)`.
 
-`options["bad"]`: rows of the data that make the loss NaN, `bad_steps`: steps that do so once. `raises`: (step, name of the error) of an error in
-training_step. The row and the loss of each batch are a line in a file.
+`options["bad"]`: rows of the data that make the loss NaN, `bad_steps`: steps that do so once. `raises`: (step, name of
+the error) of an error in training_step. The row and the loss of each batch are a line in a file.
 """
 
 from __future__ import annotations
