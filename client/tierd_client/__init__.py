@@ -39,7 +39,7 @@ from tierd_client.connection import connect
 from tierd_client.loaders.documents import DocumentLoader
 from tierd_client.loaders.loader import ResumableLoader
 from tierd_client.loaders.sampler import ResumableSampler
-from tierd_client.loss_guard import LossGuard
+from tierd_client.loss_guard import LossGuard, LossRule
 from tierd_client.replay import Replay, replay_check
 from tierd_client.snapshot.handle import Shot
 from tierd_client.state.dict_state import DictState
@@ -59,6 +59,7 @@ __all__ = [
     "Full",
     "Halted",
     "LossGuard",
+    "LossRule",
     "Mismatch",
     "NewerFormat",
     "NotFound",

@@ -94,6 +94,11 @@ class Client:
         """The step of the last snapshot in this generation."""
         return self._snapshotter.last_step
 
+    @property
+    def parent(self) -> CheckpointId | None:
+        """The checkpoint of this run that was restored last: training goes on from it."""
+        return self._parent if self._parent is not None and self._parent.run == self._generation.run else None
+
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Call it on all ranks. Returns the maximum over the ranks, element by element. For integrations."""
         return self._ranks.maximum(values)

@@ -8,26 +8,54 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Literal, SupportsFloat
 
-from tierd.errors import BadConfig, TierdError, Unhealthy
+import torch
+
+from tierd.errors import BadConfig, BadRequest, Corrupt, NotFound, TierdError, Unhealthy
 from tierd.format.manifest import REPORTED_UNHEALTHY
-from tierd_client.client import Client
+from tierd_client.client import Client, Found
 from tierd_client.log import log
 from tierd_client.state.training_state import State, TrainingState
 
 LOSSES_LEAST = 10  # a median of fewer is not compared
 PERSIST_TIMEOUT_S = 60.0  # for the last snapshot, before the evidence takes its place in memory
-_NOT_FINITE, _SPIKE = 2, 1
+_NO_NUMBER, _NOT_FINITE, _SPIKE = 3, 2, 1
 
 
-class LossGuard:
-    """`action`: what a bad loss does on all ranks. "halt" ends the process with exit code 17. "rollback" restores the
-    newest healthy checkpoint, at most `max_rollbacks` times in this process, and then halts.
+@dataclass(frozen=True, slots=True)
+class LossRule:
+    """When a loss is bad, and what happens then. For `LossGuard` and for the callbacks of frameworks.
 
     A loss is bad when it is not finite. With `spike` above 1 it is also bad above `spike` times the median of the last
     `window` losses of this rank, once there are 10 of them and the median is positive.
+
+    `action`: what a bad loss does on all ranks. "halt" ends the process with exit code 17. "rollback" restores the
+    newest healthy checkpoint, at most `max_rollbacks` times in this process, and then halts.
+
+    Raises BadConfig for a value that is out of range.
+    """
+
+    action: Literal["halt", "rollback"] = "halt"
+    spike: float = 0.0
+    window: int = 50
+    max_rollbacks: int = 2
+
+    def __post_init__(self) -> None:
+        if self.action not in ("halt", "rollback"):
+            raise BadConfig(f"LossRule(action={self.action!r}): expected 'halt' or 'rollback'")
+        if not (self.spike == 0 or 1 < self.spike < math.inf):
+            raise BadConfig(f"LossRule(spike={self.spike!r}): expected 0 for none, or a factor above 1")
+        if self.window < LOSSES_LEAST:
+            raise BadConfig(f"LossRule(window={self.window!r}): expected {LOSSES_LEAST} losses or more")
+        if self.max_rollbacks < 0:
+            raise BadConfig(f"LossRule(max_rollbacks={self.max_rollbacks!r}): expected 0 or more")
+
+
+class LossGuard:
+    """Applies a `LossRule`, of which `action`, `spike`, `window` and `max_rollbacks` are the fields.
 
     `keep`: the entries of the state that a rollback leaves as they are. The default is the position of the data loader
     and the random number generators, so training goes on with the batches after the bad one.
@@ -45,34 +73,42 @@ class LossGuard:
         keep: Sequence[str] | None = None,
     ) -> None:
         """The same arguments on all ranks. Raises BadConfig for one that is out of range."""
-        if action not in ("halt", "rollback"):
-            raise BadConfig(f"LossGuard(action={action!r}): expected 'halt' or 'rollback'")
-        if not (spike == 0 or 1 < spike < math.inf):
-            raise BadConfig(f"LossGuard(spike={spike!r}): expected 0 for none, or a factor above 1")
-        if window < LOSSES_LEAST:
-            raise BadConfig(f"LossGuard(window={window!r}): expected {LOSSES_LEAST} losses or more")
-        if max_rollbacks < 0:
-            raise BadConfig(f"LossGuard(max_rollbacks={max_rollbacks!r}): expected 0 or more")
         self.rollbacks = 0
         """How often the run has gone back."""
+        self.rule = LossRule(action, spike, window, max_rollbacks)
         self._client = client
         self._state = state
-        self._goes_back = action == "rollback"
-        self._spike = spike
         self._losses = deque[float](maxlen=window)
-        self._max_rollbacks = max_rollbacks
         self._keep = tuple(keep) if keep is not None else _position(state)
 
     def check(self, step: int, loss: SupportsFloat | None) -> int | None:
         """Call it on all ranks after each step, before its snapshot. `loss`: this rank's, a number or a tensor with one
-        element; None if this rank has no loss, as in a pipeline. The ranks exchange one number.
+        element, not scaled by a GradScaler; None if this rank has no loss, as in a pipeline. The ranks exchange one
+        number.
 
         Returns None if the loss is good. Otherwise returns the earlier step whose state was restored: go on with the
-        step after it. Raises Halted, and what `Client.restore` raises when no checkpoint can be read.
+        step after it. Raises Halted, BadRequest on all ranks when the loss of one is no number or the step has a
+        snapshot, and what `Client.restore` raises when no checkpoint can be read.
         """
-        value = None if loss is None else float(loss)
-        badness = self._badness(value)
+        value, error = None, None
+        try:
+            value = _number(loss)
+        except (TypeError, ValueError, RuntimeError) as caught:  # of one rank: the others must not wait for it
+            error = caught
+        badness = _NO_NUMBER if error is not None else self._badness(value)
         worst = self._client.maximum([badness])[0]
+        last = self._client.last_step
+        if last is not None and step <= last:
+            raise BadRequest(
+                f"check the loss of step {step}: a snapshot of step {last} was taken before",
+                hint="call check(step, loss) before snapshot(step, ...): a bad step must have no ordinary snapshot",
+            )
+        if worst == _NO_NUMBER:
+            where = "on this rank" if error is not None else "on another rank"
+            raise BadRequest(
+                f"check the loss of step {step}: {where} it is no single number{f': {error}' if error else ''}",
+                hint="give a number, a tensor with one element, or None",
+            ) from error
         if not worst:
             if value is not None:
                 self._losses.append(value)
@@ -80,35 +116,66 @@ class LossGuard:
         reason = f"the loss of step {step} is not finite" if worst == _NOT_FINITE else self._spike_text(step)
         if badness:
             log.error("tierd: %s: it is %g on this rank", reason, value)
+        # As of now: the evidence is of this generation too.
+        generation = self._client.generation if last is not None else None
         self._save_evidence(step, value)
-        if not self._goes_back:
+        if self.rule.action == "halt":
             self._client.halt(reason)
-        if self.rollbacks == self._max_rollbacks:
+        if self.rollbacks == self.rule.max_rollbacks:
             self._client.halt(f"{reason}, after {self.rollbacks} rollbacks, the most for one process")
-        try:
-            restored = self._client.restore(self._state, resume="auto", keep=self._keep)
-        except Unhealthy:
-            restored = None
+        restored = self._go_back(generation)
         if restored is None:
             self._client.halt(f"{reason}, and there is no healthy checkpoint to go back to")
         self.rollbacks += 1
         log.error(
-            "tierd: %s: back at step %d, rollback %d of %d", reason, restored.step, self.rollbacks, self._max_rollbacks
+            "tierd: %s: back at step %d, rollback %d of %d",
+            reason,
+            restored.step,
+            self.rollbacks,
+            self.rule.max_rollbacks,
         )
         return restored.step
+
+    def _go_back(self, generation: int | None) -> Found | None:
+        """Restores the newest healthy checkpoint of `generation`, or else that at which it began, or one before.
+
+        Not the newest of the run: after a start from a chosen step, that one is of the timeline that was left.
+        """
+        began = self._client.parent
+        if generation is not None:
+            try:
+                return self._restore("auto", generation)
+            except (NotFound, Unhealthy, Corrupt) as error:
+                log.error("tierd: generation %d has no checkpoint to go back to: %s", generation, error)
+        if began is None:
+            return None
+        try:
+            return self._restore(began.step, began.generation)
+        except (NotFound, Unhealthy, Corrupt) as error:
+            log.error("tierd: the checkpoint at which this start began is of no use: %s", error)
+        try:
+            found = self._restore("auto", began.generation)
+        except (NotFound, Unhealthy):
+            return None
+        return found if found is not None and found.step <= began.step else None
+
+    def _restore(self, resume: str | int, generation: int) -> Found | None:
+        return self._client.restore(self._state, resume=resume, generation=generation, keep=self._keep)
 
     def _badness(self, loss: float | None) -> int:
         if loss is None:
             return 0
         if not math.isfinite(loss):
             return _NOT_FINITE
-        if not self._spike or len(self._losses) < LOSSES_LEAST:
+        if not self.rule.spike or len(self._losses) < LOSSES_LEAST:
             return 0
         middle = median(self._losses)
-        return _SPIKE if middle > 0 and loss > self._spike * middle else 0
+        return _SPIKE if middle > 0 and loss > self.rule.spike * middle else 0
 
     def _spike_text(self, step: int) -> str:
-        return f"the loss of step {step} is above {self._spike:g} times the median of the last {self._losses.maxlen}"
+        return (
+            f"the loss of step {step} is above {self.rule.spike:g} times the median of the last {self._losses.maxlen}"
+        )
 
     def _save_evidence(self, step: int, loss: float | None) -> None:
         """A failure is logged and not raised, because to stop or to go back matters more."""
@@ -120,6 +187,10 @@ class LossGuard:
             self._client.snapshot(step, self._state, metrics=metrics, milestone=name)
         except TierdError as error:
             log.error("tierd: no snapshot of step %d, whose loss is bad: %s", step, error)
+
+
+def _number(loss: SupportsFloat | None) -> float | None:
+    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss) if loss is not None else None
 
 
 def _position(state: State) -> tuple[str, ...]:

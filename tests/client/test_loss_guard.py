@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import tierd_client
 import torch
-from tierd_client import BadConfig, Halted, LossGuard, ResumableLoader, ResumableSampler, TrainingState
+from tierd_client import BadConfig, BadRequest, Halted, LossGuard, ResumableLoader, ResumableSampler, TrainingState
 
 from tests.support.daemon import Daemon
 from tests.support.trainer import Training, joined, together
@@ -43,22 +44,28 @@ class Loop:
         self.client = tierd_client.connect(run, socket=daemon.socket, every_steps=5)
         self.losses: list[tuple[int, float]] = []
         self.batches: list[int] = []
+        self.stop_at = 0
         self._bad = bad
 
-    def train(self, **options: Any) -> None:
+    def train(self, *, resume: int | None = None, **options: Any) -> None:
         guard = LossGuard(self.client, self.state, **options)
         with self.client:
-            found = self.client.restore(self.state)
+            found = self.client.restore(self.state, resume=resume)
             step, batches = found.step if found else 0, iter(self.loader)
             while step < STEPS:
                 step += 1
+                if step == self.stop_at:
+                    signal.raise_signal(signal.SIGTERM)
                 loss = self.step(int(next(batches)))
                 self.losses.append((step, loss))
                 back = guard.check(step, loss)
                 if back is not None:
                     step = back
-                elif self.client.due(step):
+                    continue
+                if self.client.due(step) or self.client.stopping:
                     self.client.snapshot(step, self.state, metrics={"loss": loss}).wait_persisted(DEADLINE_S)
+                if self.client.stopping:
+                    break
 
     def step(self, batch: int) -> float:
         self.batches.append(batch)
@@ -144,5 +151,80 @@ def test_a_bad_loss_on_one_rank_takes_all_ranks_back(daemon: Daemon, run: str, t
     [{"action": "stop"}, {"spike": 1.0}, {"spike": math.nan}, {"spike": -1}, {"window": 3}, {"max_rollbacks": -1}],
 )
 def test_options_out_of_range_are_refused(daemon: Daemon, run: str, options: dict[str, Any]) -> None:
-    with pytest.raises(BadConfig, match="LossGuard"):
+    with pytest.raises(BadConfig, match="LossRule"):
         LossGuard(None, TrainingState(model=torch.nn.Linear(1, 1)), **options)  # type: ignore[arg-type]
+
+
+def test_a_rollback_stays_in_the_timeline_that_was_chosen(daemon: Daemon, run: str) -> None:
+    """After a start from step 15 of a run that has come to step 20, a bad loss goes back to step 15, not to 20."""
+    Loop(daemon, run, {}).train()
+    again = Loop(daemon, run, {16: math.nan})
+    again.train(action="rollback", resume=15)
+    assert [step for step, _ in again.losses][:4] == [16, 17, 16, 17]
+    assert again.losses[-1][0] == STEPS
+    assert all(math.isfinite(loss) for _, loss in again.losses[2:])
+
+
+def test_a_bad_first_and_last_step(daemon: Daemon, run: str) -> None:
+    first = Loop(daemon, f"{run}-first", {0: math.nan})
+    with pytest.raises(Halted) as halted:
+        first.train(action="rollback")
+    assert "there is no healthy checkpoint to go back to" in halted.value.reason
+    last = Loop(daemon, f"{run}-last", {STEPS - 1: math.nan})
+    last.train(action="rollback")
+    assert [step for step, _ in last.losses] == [*range(1, STEPS + 1), *range(16, STEPS + 1)]
+
+
+def test_a_snapshot_before_the_check_is_refused(daemon: Daemon, run: str) -> None:
+    loop = Loop(daemon, run, {})
+    with loop.client:
+        loop.client.restore(loop.state)
+        loss = loop.step(0)
+        loop.client.snapshot(1, loop.state)
+        with pytest.raises(BadRequest, match="a snapshot of step 1 was taken before"):
+            LossGuard(loop.client, loop.state).check(1, loss)
+
+
+def _checked(training: Training, losses: list[Any]) -> str:
+    try:
+        LossGuard(training.client, training.state).check(training.step, losses[training.extra["rank"]])
+    except BadRequest as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_that_is_no_number_on_one_rank_is_an_error_on_all(daemon: Daemon, run: str, tmp_path: Path) -> None:
+    with joined(tmp_path, 2) as trainers:
+        together(trainers, "connect", daemon.socket, run)
+        together(trainers, "train", 1)
+        here, there = together(trainers, "apply", _checked, [torch.ones(2), 0.5])
+        assert "on this rank it is no single number" in here
+        assert "on another rank it is no single number" in there
+
+
+def test_a_stop_during_a_rollback_ends_as_stopped(daemon: Daemon, run: str) -> None:
+    loop = Loop(daemon, run, {12: math.nan})
+    loop.stop_at = 13
+    loop.train(action="rollback")
+    assert [step for step, _ in loop.losses][-2:] == [13, 11], "one step after the rollback, then the stop"
+    wait_until(lambda: rows(daemon, run).get((11, 2)), "the last snapshot")
+
+
+def test_gradients_that_overflow_are_no_bad_loss(daemon: Daemon, run: str) -> None:
+    """A GradScaler begins with a scale that is too high: it skips steps, and the losses are finite."""
+    loop = Loop(daemon, run, {})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    state = TrainingState(model=loop.model, optimizer=loop.optimizer, scaler=scaler)
+    guard = LossGuard(loop.client, state, action="rollback", spike=3.0)
+    skipped = 0
+    with loop.client:
+        for step in range(1, 16):
+            loss = 100 * loop.model(torch.full((4,), 1.0)).square().mean()
+            loop.optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(loop.optimizer)
+            before = scaler.get_scale()
+            scaler.update()
+            skipped += scaler.get_scale() < before
+            assert guard.check(step, loss) is None
+    assert skipped > 1

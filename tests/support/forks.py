@@ -133,6 +133,8 @@ def _fork(main: Callable[[dict[str, Any]], object], member: dict[str, Any]) -> i
         os.environ.update(member["environ"])
         _kept.append(main(member["options"]))
         code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:

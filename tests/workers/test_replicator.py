@@ -100,6 +100,32 @@ async def test_a_later_milestone_is_copied_to_cold(rooms: Rooms) -> None:
     assert entry.milestones["cold"] == {"best"}
 
 
+async def test_a_removal_is_copied_to_cold_and_the_mark_is_not(rooms: Rooms) -> None:
+    manifest = await rooms.commit("hot", "cold", milestones=("best",))
+    (rooms.folder("cold", manifest.id) / "milestone-best.json").unlink()
+    await rooms.hot.unmark_milestone(manifest.id, "best", "now")
+    await rooms.look()
+    await rooms.replicator().run_once()
+    names = {path.name for path in rooms.folder("cold", manifest.id).iterdir()}
+    assert "removed-milestone-best.json" in names
+    assert "milestone-best.json" not in names
+    entry = rooms.catalog.get(manifest.id)
+    assert entry is not None
+    assert entry.all_milestones == frozenset()
+
+
+async def test_a_copy_of_a_former_milestone_gets_the_removal_only(rooms: Rooms) -> None:
+    manifest = await rooms.commit("hot", milestones=("best",))
+    await rooms.hot.unmark_milestone(manifest.id, "best", "now")
+    await rooms.look()
+    worker = rooms.replicator()
+    for _ in range(3):
+        await worker.run_once()
+    names = {path.name for path in rooms.folder("cold", manifest.id).iterdir()}
+    assert "removed-milestone-best.json" in names
+    assert "milestone-best.json" not in names
+
+
 async def test_marking_a_replica_that_is_deleted_meanwhile_does_not_add_it_to_the_catalog(tmp_path: Path) -> None:
     """Otherwise hot would be evicted because of a cold replica that does not exist."""
     lifecycle = LifecycleConfig(cold=ColdPolicy(milestones=False))

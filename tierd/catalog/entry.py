@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tierd.format import layout
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.layout import parse_generation_key
 from tierd.format.manifest import Manifest
@@ -17,7 +18,8 @@ NOT_LISTED_YET = "not listed yet"
 
 @dataclass(slots=True)
 class Entry:
-    """One checkpoint. `milestones` and `diagnoses` (whether healthy) by tier, because each replica has its markers.
+    """One checkpoint. `milestones` (marks of them and of removals) and `diagnoses` (whether healthy) by tier, because
+    each replica has its markers.
     `part`: what hot has of it, if that is only this node's part. `manifest`: of the whole checkpoint, as far as it is
     known, else the part."""
 
@@ -68,7 +70,17 @@ class Entry:
 
     @property
     def all_milestones(self) -> frozenset[str]:
-        return frozenset().union(*self.milestones.values())
+        return layout.counted(self.all_marks)
+
+    @property
+    def all_marks(self) -> frozenset[str]:
+        """Milestones and removals of all tiers."""
+        return frozenset[str]().union(*self.milestones.values())
+
+    @property
+    def counted_marks(self) -> frozenset[str]:
+        """Without the marks of milestones that are removed: what every tier should have."""
+        return self.all_milestones | {mark for mark in self.all_marks if layout.removed_by(mark) is not None}
 
 
 class SentParts(NamedTuple):

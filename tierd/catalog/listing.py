@@ -178,7 +178,7 @@ async def _read(catalog: Catalog, tier: Tier, listing: Listing, *, is_read_only:
     for checkpoint in newer_format:
         catalog.saw_generation(checkpoint.run, checkpoint.generation)
     return _Listed(
-        replicas={checkpoint: (manifest, listing.milestones(checkpoint)) for checkpoint, manifest in manifests.items()},
+        replicas={checkpoint: (manifest, listing.marks(checkpoint)) for checkpoint, manifest in manifests.items()},
         unreadable=unreadable,
         diagnoses={c: diagnosis for c in manifests if (diagnosis := listing.diagnosis(c)) is not None},
         newer_format=newer_format,

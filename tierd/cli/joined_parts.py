@@ -41,7 +41,7 @@ class JoinedParts:
         only."""
         if key == self._manifest.key:
             return self._raw
-        if layout.milestone_of(key.rpartition("/")[2]) is None:
+        if layout.mark_of(key.rpartition("/")[2]) is None:
             raise NotFound(f"read {key} on the nodes: it belongs to one part only")
         return await self._hot.get_bytes(key, size_max=size_max)
 

@@ -128,12 +128,12 @@ class _Search:
             and self._query.matches(checkpoint, self._milestones(checkpoint))
         ]
 
-    def _milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
-        """The milestones of the checkpoint that this node knows."""
+    def _milestones(self, checkpoint: CheckpointId, *others: str) -> frozenset[str]:
+        """The milestones of the checkpoint that this node knows, and of `others`, without those that are removed."""
         entry = self._entries.get(checkpoint)
         if entry is None or entry.part is None:
-            return frozenset()
-        return entry.all_milestones | {entry.part.milestone} - {""}
+            return frozenset(others)
+        return layout.counted(entry.all_marks | {entry.part.milestone, *others} - {""})
 
     async def _ask_others(self) -> None:
         from tierd.api.operator_socket import find_nodes
@@ -209,7 +209,7 @@ class _Search:
             + ", ".join(f"{each[0].tier.name} (ranks {ranks_text(each[0].ranks)})" for each in holders.values())
         )
         is_healthy = False if False in verdicts else None if None in verdicts else True
-        names = self._milestones(checkpoint) | {*milestones(parts.values())}
+        names = self._milestones(checkpoint, *milestones(parts.values()))
         candidate = Candidate(id=checkpoint, milestones=names, tiers=tuple(replicas), is_healthy=is_healthy)
         step, generation = checkpoint.step, checkpoint.generation
         return NodeReplica(

@@ -37,6 +37,7 @@ class Action(StrEnum):
     COMMITTED = "committed"
     REPLICATED = "replicated"
     MARKED = "marked"
+    UNMARKED = "unmarked"
     DIAGNOSED = "diagnosed"
     EVICTED = "evicted"
     EXPIRED = "expired"

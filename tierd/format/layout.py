@@ -4,6 +4,7 @@
 <run>/<step:012d>-g<generation:04d>/node-00000-of-00016.json          the part of the node whose lowest rank is 0
 <run>/<step:012d>-g<generation:04d>/manifest.json                     the commit
 <run>/<step:012d>-g<generation:04d>/milestone-<name>.json             a marker: exempt from retention
+<run>/<step:012d>-g<generation:04d>/removed-milestone-<name>.json     a marker: that milestone counts no longer
 <run>/<step:012d>-g<generation:04d>/gone.json                         a marker: deleted, where it had node files
 <run>/<step:012d>-g<generation:04d>/healthy.json                      a marker: the verdict, or unhealthy.json
 <run>/generation-0003.json                                            a marker: generation 3 is claimed
@@ -37,6 +38,8 @@ _PARTIAL_DOWNLOAD = re.compile(r".+\.[0-9a-f]{16}\.partial")
 _SHARD = re.compile(r"rank-([0-9]{5,7})-of-([0-9]{5,7})\.safetensors")
 _NODE_FILE = re.compile(r"node-([0-9]{5,7})-of-([0-9]{5,7})\.json")
 _MILESTONE = re.compile(r"milestone-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
+_REMOVED_MILESTONE = re.compile(r"removed-milestone-([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json")
+_REMOVED = "-"  # before the name: no milestone begins with it
 _TIER_MARKER = re.compile(r"\.tierd-tier-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
 _AUDIT_FILE = re.compile(r"([0-9]{12})\.jsonl")
 _GENERATION = re.compile(r"generation-([0-9]{4}|[1-9][0-9]{4,7})\.json")
@@ -95,14 +98,45 @@ def milestone_file(milestone: str) -> str:
     return name
 
 
+def removed_milestone_file(milestone: str) -> str:
+    """The name of the marker that removes a milestone. Raises as `milestone_file`."""
+    return f"removed-{milestone_file(milestone)}"
+
+
 def milestone_of(file_name: str) -> str | None:
     match = _MILESTONE.fullmatch(file_name)
     return match[1] if match else None
 
 
+def mark_of(file_name: str) -> str | None:
+    """What the marker of a milestone says: its name, or what `removal` returns for the name. None of any other file."""
+    match = _REMOVED_MILESTONE.fullmatch(file_name)
+    return removal(match[1]) if match else milestone_of(file_name)
+
+
+def removal(milestone: str) -> str:
+    """Among marks: that this milestone is removed."""
+    return _REMOVED + milestone
+
+
+def removed_by(mark: str) -> str | None:
+    """The milestone that this mark removes, or None if it sets one."""
+    return mark[len(_REMOVED) :] if mark.startswith(_REMOVED) else None
+
+
+def marks_of(file_names: Iterable[str]) -> frozenset[str]:
+    return frozenset(mark for name in file_names if (mark := mark_of(name)) is not None)
+
+
+def counted(marks: Iterable[str]) -> frozenset[str]:
+    """The milestones that these marks, of all tiers, give a checkpoint. A removal is for good."""
+    marks = frozenset(marks)
+    return frozenset(mark for mark in marks if removed_by(mark) is None and removal(mark) not in marks)
+
+
 def milestones_of(file_names: Iterable[str]) -> frozenset[str]:
     """The milestones that the files of a checkpoint give it."""
-    return frozenset(milestone for name in file_names if (milestone := milestone_of(name)) is not None)
+    return counted(marks_of(file_names))
 
 
 def diagnosis_of(file_names: Collection[str]) -> bool | None:
@@ -117,7 +151,7 @@ def diagnosis_key(checkpoint: CheckpointId, *, is_healthy: bool) -> str:
 
 def is_marker(file_name: str) -> bool:
     """Whether a file in a checkpoint's folder is a marker of it."""
-    return file_name in (HEALTHY, UNHEALTHY, GONE) or milestone_of(file_name) is not None
+    return file_name in (HEALTHY, UNHEALTHY, GONE) or mark_of(file_name) is not None
 
 
 def is_ours(file_name: str) -> bool:

@@ -286,7 +286,7 @@ class Tier(ReadableTier):
         deleted, if it is no milestone or not whole."""
         listing = await self.listing(layout.checkpoint_prefix(checkpoint))
         files = listing.files.get(checkpoint, {})
-        if checkpoint not in listing.gone or layout.MANIFEST not in files or not listing.milestones(checkpoint):
+        if checkpoint not in listing.gone or layout.MANIFEST not in files or not layout.milestones_of(files):
             return False
         (manifest,) = await self.manifests([checkpoint])
         if not isinstance(manifest, Manifest) or manifest.missing_file(files):
@@ -309,9 +309,16 @@ class Tier(ReadableTier):
         return found
 
     async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:
+        await self._mark(checkpoint, layout.milestone_file(milestone), milestone=milestone, created_at=created_at)
+
+    async def unmark_milestone(self, checkpoint: CheckpointId, milestone: str, removed_at: str) -> None:
+        """The marker of the milestone stays: a removal is a marker of its own, which nothing takes back."""
+        file = layout.removed_milestone_file(milestone)
+        await self._mark(checkpoint, file, removed_milestone=milestone, removed_at=removed_at)
+
+    async def _mark(self, checkpoint: CheckpointId, file: str, **content: str) -> None:
         failpoint("tier.mark")
-        content = encode_marker({"milestone": milestone, "created_at": created_at})
-        await self.put_marker(layout.file_key(checkpoint, layout.milestone_file(milestone)), content)
+        await self.put_marker(layout.file_key(checkpoint, file), encode_marker(content))
 
     async def mark_diagnosis(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
         failpoint("tier.diagnose")

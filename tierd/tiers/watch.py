@@ -43,7 +43,7 @@ async def watch(root: Path, on_change: Callable[[], None]) -> AsyncGenerator[Non
     class OnChange(FileSystemEventHandler):
         def on_any_event(self, event: FileSystemEvent) -> None:  # on watchdog's thread
             name = str(event.dest_path or event.src_path).rpartition("/")[2]
-            if name == layout.MANIFEST or layout.milestone_of(name):
+            if name == layout.MANIFEST or layout.mark_of(name):
                 loop.call_soon_threadsafe(on_change)
 
     def start() -> None:  # walks the directory

@@ -10,6 +10,7 @@ from heapq import nlargest
 
 from tierd.catalog.entry import Entry
 from tierd.context import DaemonContext
+from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.node_file import NodeFile
 from tierd.format.node_messages import COPIES_MAX, HELD_MAX, Held, HeldCheckpoint, Inventory
@@ -123,5 +124,6 @@ def _held(
 
 
 def _milestones(entry: Entry | None, in_memory: SnapshotSet | None) -> frozenset[str]:
-    names = entry.all_milestones if entry is not None else frozenset[str]()
-    return names | {in_memory.head.milestone} if in_memory is not None and in_memory.head.milestone else names
+    marks = entry.all_marks if entry is not None else frozenset[str]()
+    taken_as = in_memory.head.milestone if in_memory is not None else None
+    return layout.counted(marks | {taken_as} if taken_as else marks)

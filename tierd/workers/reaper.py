@@ -231,7 +231,11 @@ class Reaper:
     def _is_still_given_up(self, action: Decision, free_bytes: int | None, names: Collection[str]) -> bool:
         """As `_is_still_decided`."""
         given_up = to_give_up(self._catalog, self._context.config, free_bytes)
-        return not layout.milestones_of(names) and action.checkpoint in (decision.checkpoint for decision in given_up)
+        entry = self._catalog.get(action.checkpoint)
+        known = entry.all_marks if entry is not None else frozenset[str]()
+        return not layout.counted(known | layout.marks_of(names)) and action.checkpoint in (
+            decision.checkpoint for decision in given_up
+        )
 
     def _record_given_up(self, entry: Entry, reason: Reason) -> list[str]:
         """Count that hot loses a checkpoint. Returns the cold tiers that should get it and have not."""
@@ -252,8 +256,13 @@ class Reaper:
         if not is_there and action.checkpoint not in self._context.tiers[action.tier].deleting:
             self._catalog.disappeared(action.checkpoint, action.tier)  # another process has deleted it
             return False
-        if entry is not None and (unknown := layout.milestones_of(names) - entry.all_milestones):
-            log.info("kept %s in %s: %s was set meanwhile", action.checkpoint, action.tier, ", ".join(sorted(unknown)))
+        if entry is not None and (unknown := layout.marks_of(names) - entry.all_marks):
+            log.info(
+                "kept %s in %s: its milestones have changed meanwhile: %s",
+                action.checkpoint,
+                action.tier,
+                ", ".join(sorted(unknown)),
+            )
             self._catalog.add(entry.held(action.tier), action.tier, unknown)
             return False
         is_healthy = layout.diagnosis_of(names)
@@ -309,10 +318,10 @@ class Reaper:
                 self._context.incidents.record(self.name, error, action.checkpoint)
                 self._context.notify.relist(name)  # then it counts as unreadable, until it is repaired
                 return False
-            marked |= layout.milestones_of(files)
+            marked |= layout.marks_of(files)
             is_listed = True
         # Without the marker, which the replicator copies, the other tier would expire the checkpoint.
-        return not is_listed or entry.milestones.get(action.tier, frozenset()) <= marked
+        return not is_listed or entry.counted_marks & entry.milestones.get(action.tier, frozenset()) <= marked
 
     async def _forged(self, entry: Entry, tier: str) -> str:
         """Why the manifest in `tier` is not the signed one of the catalog: it may have been replaced since the listing.

@@ -368,21 +368,23 @@ class Replicator:
         name = self._cold.name
         if name not in entry.tiers:
             return False  # also when the replica was deleted: the catalog has taken the tier out of the entry
-        has_all_milestones = entry.all_milestones == entry.milestones.get(name, frozenset())
-        return not has_all_milestones or self._lacks_diagnosis(entry)
+        return bool(entry.counted_marks - entry.milestones.get(name, frozenset())) or self._lacks_diagnosis(entry)
 
     def _lacks_diagnosis(self, entry: Entry) -> bool:
         return entry.healthy is not None and self._cold.name not in entry.diagnoses
 
     async def _copy_markers(self, entry: Entry) -> None:
         name = self._cold.name
-        for milestone in entry.all_milestones - entry.milestones.get(name, frozenset()):
-            await self._cold.mark_milestone(entry.id, milestone, self._context.timestamp())
-            reason = f"milestone {milestone}"
-            self._context.audit.record(Action.MARKED, checkpoint=entry.id, tier=name, reason=reason)
+        for mark in entry.counted_marks - entry.milestones.get(name, frozenset()):
+            removed = layout.removed_by(mark)
+            write = self._cold.mark_milestone if removed is None else self._cold.unmark_milestone
+            await write(entry.id, removed or mark, self._context.timestamp())
+            action = Action.MARKED if removed is None else Action.UNMARKED
+            reason = f"milestone {removed or mark}"
+            self._context.audit.record(action, checkpoint=entry.id, tier=name, reason=reason)
             # Another daemon may have deleted it meanwhile: then the catalog must not list it again.
             if name in entry.tiers:
-                self._catalog.add(entry.manifest, name, [milestone])
+                self._catalog.add(entry.manifest, name, [mark])
         if entry.healthy is not None and self._lacks_diagnosis(entry):
             if entry.part is not None and entry.examined is not entry.healthy:  # another node's part decided it
                 diagnosis = Diagnosis(healthy=entry.healthy)

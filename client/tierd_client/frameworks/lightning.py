@@ -11,7 +11,8 @@ done.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -26,9 +27,14 @@ from tierd.errors import Mismatch, Transient, Unsupported
 from tierd_client.client import Client, Found
 from tierd_client.connection import connect
 from tierd_client.frameworks import logged_metrics
+from tierd_client.frameworks.lightning_rollback import go_back
 from tierd_client.frameworks.watched_loader import Place, WatchedLoader
 from tierd_client.log import log
+from tierd_client.loss_guard import LossGuard, LossRule
 from tierd_client.state.dict_state import DictState
+from tierd_client.state.restore_filter import EXACT, RestoreFilter
+from tierd_client.state.restore_plan import RestorePlan
+from tierd_client.state.stored_state import StoredState
 from tierd_client.state.training_state import Captured
 
 PER_RANK = ("loops", "place", "metrics", "buffers", "gradients")
@@ -50,6 +56,24 @@ class LightningState(DictState):
         return Captured(tensors, captured.tree)
 
 
+class _PresentState(LightningState):
+    """What the training is at the instant of the capture; after a restore, what was restored, until it is applied."""
+
+    def __init__(self, callback: TierdCallback) -> None:
+        super().__init__(callback._values)  # pyright: ignore[reportPrivateUsage]
+        self._callback = callback
+        self.is_restored = False
+
+    def capture(self, rank: int, world_size: int) -> Captured:
+        if not self.is_restored:
+            self._callback._fill_values()  # pyright: ignore[reportPrivateUsage]
+        return self._callback._state().capture(rank, world_size)  # pyright: ignore[reportPrivateUsage]
+
+    def plan_restore(self, stored: StoredState, *, is_dry: bool = False, filter: RestoreFilter = EXACT) -> RestorePlan:
+        self.is_restored = True
+        return super().plan_restore(stored, is_dry=is_dry, filter=filter)
+
+
 class TierdCallback(Callback):
     """Takes snapshots when `due`, at SIGTERM, and at the end of `fit`; restores the newest when `fit` begins.
 
@@ -57,16 +81,23 @@ class TierdCallback(Callback):
     describes the restored checkpoint. `trainer.fit(ckpt_path=…)` takes precedence over tierd's checkpoints. SIGTERM
     ends `fit` before the next batch with SystemExit, after a snapshot.
 
+    `guard`: what a bad loss is and does. It looks at what training_step returns, once for each optimizer step, before
+    validation, logs and snapshots of that step: of accumulated batches at their mean. After a rollback, the batches
+    since the restored snapshot are not trained on again: an epoch has fewer steps.
+
     `fit` raises Unsupported for strategies whose checkpoints are directories and for steps that take a dataloader_iter,
     Mismatch for a run of another kind of training or on another number of ranks, and the errors of connect and
     Client.restore.
     """
 
-    def __init__(self, run: str, **options: Any) -> None:
+    def __init__(self, run: str, *, guard: LossRule | None = None, **options: Any) -> None:
         self.client: Client | None = None
         self.found: Found | None = None
         self._run = run
         self._options = options
+        self._rule = guard
+        self._guard: LossGuard | None = None
+        self._losses: list[torch.Tensor] = []  # since the last step
         self._trainer: Any = None
         self._values: dict[str, Any] = {}
         self._resumed: Place | None = None
@@ -75,6 +106,7 @@ class TierdCallback(Callback):
         self._gradients: dict[str, torch.Tensor] = {}
         self._last_step: int | None = None
         self._asked_step: int | None = None
+        self._checked_step: int | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
@@ -99,6 +131,16 @@ class TierdCallback(Callback):
                 self._resume()
 
         loop.on_run_start = on_run_start
+        if self._rule is not None:
+            self._present = _PresentState(self)
+            self._guard = LossGuard(self.client, self._present, **asdict(self._rule), keep=())
+            end = loop.on_advance_end
+
+            def on_advance_end(data_fetcher: Any) -> None:
+                self._check_loss()  # after all hooks of the batch, before validation
+                end(data_fetcher)
+
+            loop.on_advance_end = on_advance_end
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.found is not None and checkpoint.get("loops") is not self._values["loops"]:
@@ -113,16 +155,37 @@ class TierdCallback(Callback):
             )
         if self.client is not None:
             self.client.start()  # replaces Lightning's handler, which ends each rank at any instruction
-        self._asked_step = self._last_step = trainer.global_step
+        self._asked_step = self._last_step = self._checked_step = trainer.global_step
         if self.found is not None:
             self._fill_values()  # frees what was restored, and makes the size of a snapshot known
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self._guard is not None and isinstance(loss, torch.Tensor):
+            self._losses.append(loss.detach())
+
+    def _check_loss(self) -> None:
+        """Called after each batch. Stops or goes back when the loss of the last step is bad."""
+        trainer, guard = self._trainer, self._guard
+        if guard is None or trainer.global_step == self._checked_step:
+            return  # gradients are accumulated
+        loss = sum(self._losses) if self._losses else None  # Lightning has divided them by their number
+        if loss is not None and not trainer.lightning_module.automatic_optimization:
+            loss = loss / len(self._losses)
+        self._losses = []
+        back = guard.check(trainer.global_step, loss)
+        if back is not None:
+            go_back(trainer, self._values)
+            self._present.is_restored = False
+            self._asked_step = self._last_step = back
+        self._checked_step = trainer.global_step
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._snapshot()
         self._leave()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._leave()
+        self._leave(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._leave()
@@ -272,10 +335,13 @@ class TierdCallback(Callback):
         model: dict[str, Any] = self._values["model"]
         return LightningState(self._values, [value for name, value in model.items() if name not in names])
 
-    def _leave(self) -> None:
+    def _leave(self, error: BaseException | None = None) -> None:
+        """`error`: what ended the training."""
         if self._trainer is not None:
             vars(self._trainer.fit_loop._data_source).pop("dataloader", None)
             vars(self._trainer.fit_loop.epoch_loop).pop("on_run_start", None)
+            vars(self._trainer.fit_loop.epoch_loop).pop("on_advance_end", None)
+        self._guard, self._losses = None, []
         client, self.client, self._trainer, self._values = self.client, None, None, {}
         if client is not None:
-            client.stop()
+            client.stop(error)

@@ -5,8 +5,10 @@ Trainer keeps part of it outside TrainerState: the sum of the losses, the positi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ NUMBERS = (
     "current_flos",
     "_total_train_tokens",  # of TRL
 )
+STEP_FIELDS = ("global_step", "num_input_tokens_seen", "total_flos", "log_history")
+"""Of TrainerState: what a rollback restores. The epoch goes on, and the best checkpoint exists."""
 METRICS = ("_metrics", "_stored_metrics")  # of TRL: {mode: {name: the values since the last log}}
 
 
@@ -56,6 +60,7 @@ class TrainerProgress:
         self._workers: WorkerGenerators | None = None
         self._draws = False  # whether workers draw random numbers
         self._reads = 1  # of the loader, for one batch of this rank
+        self._goes_back = False
         self._skipped = 0  # batches of the current epoch that were trained on before this start
 
     def watch(self, dataloader: Any) -> None:
@@ -118,12 +123,26 @@ class TrainerProgress:
         for attribute in METRICS:
             for mode, metrics in saved[attribute].items():
                 getattr(trainer, attribute)[mode].update(metrics)
+        if self._goes_back:
+            for name in STEP_FIELDS:
+                setattr(trainer.state, name, saved["state"][name])
+            self._restore_callbacks(saved)
+            return
         self._saved = saved
         self._epoch, self._batches = saved["position"]
         self._skipped = self._batches
         self._epoch_generators = saved["epoch_generators"]
         self.earlier_s = saved["seconds"]
         self._draws = saved["draws"]
+
+    @contextlib.contextmanager
+    def going_back(self) -> Generator[None]:
+        """What is restored meanwhile is an earlier step of this same train(): the position in the data stays."""
+        self._goes_back = True
+        try:
+            yield
+        finally:
+            self._goes_back = False
 
     def begin_epoch(self) -> None:
         """A sampler and the workers of a loader take their seeds from the generators at the start of an epoch."""
@@ -161,7 +180,10 @@ class TrainerProgress:
         self._trainer.model_wrapped.train(self._saved["training"])  # TRL's logs depend on it
         if self._workers is not None:
             self._workers.repeat([])  # those of the next epoch begin anew
-        callbacks = self._saved["state"]["stateful_callbacks"]
+        self._restore_callbacks(self._saved)
+
+    def _restore_callbacks(self, saved_progress: dict[str, Any]) -> None:
+        callbacks = saved_progress["state"]["stateful_callbacks"]
         saved = {name: states if isinstance(states, list) else [states] for name, states in callbacks.items()}
         for callback in self._exportable():
             states: list[Any] = saved.get(type(callback).__name__, [])

@@ -13,13 +13,16 @@ Trainer's own checkpoints are not needed: save_strategy="no" is enough.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
 from collections import ChainMap
+from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tierd.errors import BadRequest, TierdError, Transient, Unsupported
@@ -27,6 +30,7 @@ from tierd_client.client import Client, Found
 from tierd_client.connection import connect
 from tierd_client.frameworks.trainer_progress import KEY, SavedProgress, TrainerProgress
 from tierd_client.log import log
+from tierd_client.loss_guard import LossGuard, LossRule
 from tierd_client.restore.resume import Resume, parse_resume
 from tierd_client.snapshot.handle import Shot
 from tierd_client.state import rng
@@ -40,11 +44,17 @@ LAST_WAIT_S = 60.0  # for the last snapshot to be durable
 class TierdCallback(TrainerCallback):
     """Takes snapshots of a Trainer when they are due, at SIGTERM and at the end, and provides the point to resume from.
 
-    `options` are those of `tierd_client.connect`, `extra` is that of TrainingState: further state.
+    `options` are those of `tierd_client.connect`, `extra` is that of TrainingState: further state. `guard`: what a bad
+    loss is and does. It looks at what training_step returns, once for each step: Trainer's logs hide a loss that is not
+    finite (logging_nan_inf_filter). After a rollback, the batches since the restored snapshot are not trained on again:
+    without max_steps, training ends with fewer steps.
+
     Raises BadRequest when `extra` has the key "trainer".
     """
 
-    def __init__(self, run: str, *, extra: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, run: str, *, extra: dict[str, Any] | None = None, guard: LossRule | None = None, **options: Any
+    ) -> None:
         if extra is not None and KEY in extra:
             raise BadRequest(f"TierdCallback(extra=…): the key {KEY!r} is taken", hint="give it another name")
         self.stopped = False
@@ -52,6 +62,9 @@ class TierdCallback(TrainerCallback):
         self._run = run
         self._extra: dict[str, Any] = {} if extra is None else extra
         self._options = options
+        self._rule = guard
+        self._guard: LossGuard | None = None
+        self._losses: list[torch.Tensor] = []  # of the batches since the last step
         self._client: Client | None = None
         self._trainer: Trainer | None = None
         self._found: Found | None = None
@@ -69,6 +82,7 @@ class TierdCallback(TrainerCallback):
         self._leave()
         self._trainer = trainer
         self._client = connect(self._run, **self._options)
+        self._replace("_inner_training_loop", self._ending_with(cast("Any", trainer)._inner_training_loop))
         position = SavedProgress()
         self._found = self._client.restore(position, resume=resume, **selection)
         if self._found is None:
@@ -133,6 +147,10 @@ class TierdCallback(TrainerCallback):
                 self._undo.callback(setattr, args, "eval_on_start", True)
         self._progress.watch(train_dataloader)
         self._replace("_finalize_training", self._finalize_training)
+        self._guard = None
+        if self._rule is not None:
+            self._guard, self._losses = LossGuard(client, self._state, **asdict(self._rule), keep=("rng",)), []
+            self._replace("training_step", partial(self._training_step, trainer.training_step))
         self.stopped = False
         client.start()  # catches SIGTERM from here on
 
@@ -156,6 +174,8 @@ class TierdCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._progress.trained(is_step=True)
+        if self._guard is not None and self._goes_back(self._guard, state, control):
+            return
         self._is_due |= self._connected().due(state.global_step)
         if self.stopped:
             control.should_evaluate = False  # there may be only seconds left
@@ -179,6 +199,44 @@ class TierdCallback(TrainerCallback):
         except TierdError as error:  # train() must still return: the caller wants the model that is in memory
             log.error("tierd: the last snapshot of %s: %s", self._run, error)
         self._leave()
+
+    def _training_step(self, train: Any, *arguments: Any, **more: Any) -> torch.Tensor:
+        """In place of Trainer's method: takes the loss before Trainer filters it."""
+        loss = train(*arguments, **more)
+        self._losses.append(loss.detach())
+        return loss
+
+    def _goes_back(self, guard: LossGuard, state: TrainerState, control: TrainerControl) -> bool:
+        """Whether the loss of this step was bad: then all is that of an earlier step, except the position in the data.
+        Nothing of the bad step has been logged yet."""
+        # Trainer has divided each by their number.
+        loss, self._losses = (sum(self._losses) if self._losses else None), []
+        step = state.global_step
+        with self._progress.going_back():
+            back = guard.check(step, loss)
+        if back is None:
+            return False
+        self._last_step, self._is_due, self._metrics = back, False, {}
+        control.should_log = control.should_evaluate = control.should_save = False
+        if step >= state.max_steps:  # Trainer wanted to stop because of the number of the step
+            control.should_training_stop = False
+        return True
+
+    def _ending_with(self, train: Any) -> Any:
+        """Trainer's loop; the client leaves with the error that ends it, which no callback is told."""
+
+        @functools.wraps(train)
+        def loop(*arguments: Any, **more: Any) -> Any:
+            try:
+                return train(*arguments, **more)
+            except BaseException as error:
+                # With auto_find_batch_size, Trainer catches this one and calls again.
+                is_caught = isinstance(error, Exception) and should_reduce_batch_size(error)
+                if not (is_caught and cast("Trainer", self._trainer).args.auto_find_batch_size):
+                    self._leave(error)
+                raise
+
+        return loop
 
     def _restore_last(self) -> None:
         """What changes between the start of train() and the first step."""
@@ -226,11 +284,15 @@ class TierdCallback(TrainerCallback):
         assert self._client is not None, "on_train_begin comes first"
         return self._client
 
-    def _leave(self) -> None:
-        if self._client is not None:
-            self._client.stop()
-        self._undo.close()
-        self._client = self._trainer = self._found = None
+    def _leave(self, error: BaseException | None = None) -> None:
+        """`error`: what ended the training."""
+        client, self._client = self._client, None
+        try:
+            if client is not None:
+                client.stop(error)
+        finally:
+            self._undo.close()
+            self._trainer = self._found = self._guard = None
 
 
 def _check_supported(trainer: Any) -> None:
