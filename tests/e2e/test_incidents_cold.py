@@ -4,9 +4,11 @@ between two listings must be noticed by a look.
 
 from __future__ import annotations
 
+import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,11 +103,16 @@ def test_region_lost(tmp_path: Path) -> None:
             stage.assert_nothing_lost()
 
 
+def set_resume(training: Any, resume: str) -> None:
+    os.environ["TIERD_RESUME"] = resume
+
+
 def start_another(stage: Stage, resume: str = "auto") -> None:
-    """A run that nobody knows. `resume`: as TIERD_RESUME says it."""
+    """A run that nobody knows. `resume`: TIERD_RESUME in its environment."""
     with Trainer() as other:
+        other.apply(set_resume, resume)
         other.connect(stage.daemon.socket, run="another")
-        other.restore(resume=resume)
+        other.restore()
         other.train(1)
         other.durable()
 
