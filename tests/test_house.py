@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from tierd import metrics
 
@@ -533,6 +534,15 @@ def test_every_label_value_that_the_code_writes_begins_at_zero() -> None:
                     if value not in PRESET[label]:
                         strange.append(f"{path}:{node.lineno} {label}={value!r}")
     refuse(strange, "add it to the constants of tierd/metrics.py:")
+
+
+def test_every_metric_is_in_a_test_that_moves_it() -> None:
+    """tests/test_metrics.py only declares them."""
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in ("test_metrics.py", "test_house.py")]
+    seen = set(re.findall(r"\btierd_(\w+)", "\n".join(path.read_text() for path in paths)))
+    names = [name for name in vars(metrics.Metrics(CollectorRegistry())) if name != "registry"]
+    still = [name for name in names if not seen & {name, f"{name}_count", f"{name}_sum", f"{name}_bucket"}]
+    refuse(still, "no test looks at it: write one in which it changes:")
 
 
 def label_values(call: ast.Call) -> Iterator[tuple[str, str]]:

@@ -64,6 +64,7 @@ from tierd.workers.drain import drain, drain_error
 from tierd.workers.driller import Driller
 from tierd.workers.hot_space import no_room
 from tierd.workers.lister import Lister
+from tierd.workers.lookout import Lookout
 from tierd.workers.part_copier import PEERS, PartCopier
 from tierd.workers.part_finisher import PartFinisher
 from tierd.workers.persister import Persister
@@ -109,9 +110,8 @@ class _Daemon:
     """One daemon. It is the Notifier of its workers."""
 
     def __init__(self, config: Config, systemd: Systemd, read_config: Callable[[], Config]) -> None:
-        self._config = config
+        self._config, self._systemd, self._read_config = config, systemd, read_config
         self._lock_error: LockHeld | None = None
-        self._systemd, self._read_config = systemd, read_config
         names = [HOT, *(cold.name for cold in config.cold)]
         self._metrics = Metrics(tiers=names)
         keyring = self._keyring = keyring_of(config.security.key_file, to_sign=True)
@@ -194,6 +194,7 @@ class _Daemon:
             workers["sidecar"] = self._sidecars
         for name, tier in context.cold.items():
             workers |= {f"replicate {name}": Replicator(context, tier), f"commit {name}": Committer(context, tier)}
+            workers |= {f"look {name}": Lookout(context, tier)} if config.limits.cold_look_interval_s else {}
             if self._copies is not None:
                 workers[f"finish {name}"] = PartFinisher(context, self._copies, tier)
         return workers
@@ -323,8 +324,7 @@ class _Daemon:
     def _limit_writes(self, tier: str) -> None:
         """Apply the lower of the config's upload cap and the write throttle."""
         caps = [cold.max_upload_mib_s for cold in self._config.cold if cold.name == tier and cold.max_upload_mib_s > 0]
-        limit_mib_s = min([*caps, self._throttle.limit(tier) / (1 << 20)])
-        limit_mib_s = limit_mib_s if limit_mib_s < math.inf else 0.0
+        limit_mib_s = 0.0 if (least := min([*caps, self._throttle.limit(tier) / (1 << 20)])) == math.inf else least
         if tier == PEERS:
             if self._copies is not None:
                 self._copies.bandwidth.limit(limit_mib_s)

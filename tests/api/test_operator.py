@@ -59,7 +59,7 @@ class House:
 @pytest.fixture
 async def house(tmp_path: Path) -> AsyncIterator[House]:
     async with rooms_at(tmp_path) as rooms:
-        operator = Operator(replace(rooms.context, now=lambda: NOW), {}, pid=42)
+        operator = Operator(replace(rooms.context, now=lambda: NOW), {}, pid=42, peer_lag_s=lambda run: 7.0)
         async with TestClient(TestServer(operator.app())) as client:
             yield House(rooms, operator, client)
 
@@ -139,7 +139,11 @@ async def test_a_part_is_never_reported_as_a_checkpoint_that_can_be_restored(hou
     names = {name for name, _ in await house.samples()}
     assert not names & {"tierd_last_committed_step", "tierd_everywhere_age_seconds"}
     house.rooms.catalog.saw_everywhere(checkpoint_id(RUN, 7, 1))
-    assert (await house.samples())["tierd_everywhere_age_seconds", (RUN,)] == 90.0
+    house.rooms.catalog.awaited["cold"] = {Run(RUN): (checkpoint_id(RUN, 7, 1), [2, 3])}
+    samples = await house.samples()
+    assert samples["tierd_everywhere_age_seconds", (RUN,)] == 90.0
+    assert samples["tierd_peer_lag_seconds", (RUN,)] == 7.0
+    assert samples["tierd_commit_missing_ranks", (RUN, "cold")] == 2
     assert "step 7: part 2/4 ranks" in (await house.get("/"))[1]
 
 

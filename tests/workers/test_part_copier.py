@@ -138,6 +138,7 @@ async def test_it_waits_until_both_have_persisted(two: TwoNodes) -> None:
     two.there.seal(5, [b"one", b"two"], node=THERE, world_size=3, number=5, created_at=CREATED)
     assert await two.copier.run_once()
     assert two.steps == []
+    assert (two.copier.lag_s(RUN) or 0.0) > 0
     assert two.copier.lag_s(RUN) == 3600.0
     assert not two.here.incidents.recent()
 

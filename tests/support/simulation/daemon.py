@@ -75,7 +75,11 @@ def make_config(
         health=HealthConfig(examine=examines),
         scrub=ScrubConfig(interval_s=900.0, deep_share=0.3, max_read_mib_s=0.0),
         limits=LimitsConfig(
-            reconcile_interval_s=100.0, cold_list_interval_s=cold_list_interval_s, retry_min_s=1.0, retry_max_s=30.0
+            reconcile_interval_s=100.0,
+            cold_list_interval_s=cold_list_interval_s,
+            cold_look_interval_s=0.0,  # it only has a listing begin, and one more task changes what a seed plays
+            retry_min_s=1.0,
+            retry_max_s=30.0,
         ),
     )
 

@@ -1,0 +1,101 @@
+"""When a look at a cold tier has it listed at once, and what it costs."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.bucket import bucket_server
+from tests.support.daemon import Daemon
+from tests.support.rooms import RUN, Rooms, rooms_at
+from tests.support.s3 import BUCKET
+from tests.support.trainer import Trainer
+from tests.support.waiting import wait_until
+from tierd.catalog.listing import refresh
+from tierd.format import layout
+from tierd.format.ids import checkpoint_id
+from tierd.workers.lookout import Lookout
+
+RELIST = ("relist", "cold")
+
+
+@pytest.fixture
+async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
+    """Two checkpoints of a run and one of another in cold, which was listed."""
+    async with rooms_at(tmp_path) as rooms:
+        for step in (100, 200):
+            await rooms.commit("cold", step=step, sequence=step)
+        await rooms.commit("cold", run="other", step=1, sequence=1)
+        await refresh(rooms.catalog, rooms.cold["cold"], rooms.context.identities)
+        yield rooms
+
+
+def manifest_of(rooms: Rooms, run: str, step: int) -> Path:
+    return rooms.folder("cold", checkpoint_id(run, step, 1)) / layout.MANIFEST
+
+
+async def look(rooms: Rooms, lookout: Lookout, times: int = 2) -> int:
+    """How many of the looks had the tier listed."""
+    rooms.events.clear()
+    for _ in range(times):
+        assert await lookout.run_once()
+    return rooms.events.count(RELIST)
+
+
+async def test_nothing_is_listed_as_long_as_the_newest_of_each_run_is_there(rooms: Rooms) -> None:
+    manifest_of(rooms, RUN, 100).unlink()
+    assert await look(rooms, Lookout(rooms.context, rooms.cold["cold"]), times=4) == 0
+
+
+async def test_each_run_has_its_turn(rooms: Rooms) -> None:
+    lookout = Lookout(rooms.context, rooms.cold["cold"])
+    manifest_of(rooms, "other", 1).unlink()
+    assert await look(rooms, lookout) == 1
+
+
+async def test_what_a_listing_still_shows_has_it_listed_only_once(rooms: Rooms) -> None:
+    lookout, manifest = Lookout(rooms.context, rooms.cold["cold"]), manifest_of(rooms, RUN, 200)
+    content = manifest.read_bytes()
+    manifest.unlink()
+    assert await look(rooms, lookout, times=6) == 1
+    manifest.write_bytes(content)
+    assert await look(rooms, lookout) == 0
+    manifest.unlink()
+    assert await look(rooms, lookout) == 1, "it was there again meanwhile"
+
+
+async def test_an_empty_tier_and_one_that_is_not_known_are_not_looked_at(rooms: Rooms) -> None:
+    lookout = Lookout(rooms.context, rooms.cold["cold"])
+    rooms.catalog.listing_failed("cold", "no answer")
+    shutil.rmtree(rooms.context.config.cold[0].url.removeprefix("file:/"))
+    assert await look(rooms, lookout) == 0, "the lister tries again by itself"
+    await refresh(rooms.catalog, rooms.cold["cold"], rooms.context.identities)
+    assert await look(rooms, lookout) == 0
+
+
+@pytest.mark.parametrize("interval_s", [0.1, 0.0])
+def test_a_look_is_one_head_and_ends_with_the_tier_named(tmp_path: Path, interval_s: float) -> None:
+    """With an interval of 0, nothing is noticed until the next listing."""
+    with bucket_server() as served:
+        cold = f'url = "s3://{BUCKET}/deep"\nendpoint_url = "{served.url}"'
+        more = f"cold_look_interval_s = {interval_s}\n"
+        with Daemon(tmp_path, cold=cold, more=more) as daemon, Trainer() as trainer:
+            trainer.connect(daemon.socket)
+            trainer.train(1)
+            trainer.snapshot()
+            trainer.wait_replicated()
+            before, heads = served.count("list_objects_v2"), served.count("head_object")
+            if interval_s == 0:
+                with served.lock:
+                    served.objects.clear()
+                time.sleep(1.0)
+                assert (served.count("list_objects_v2"), served.count("head_object")) == (before, heads)
+                return
+            wait_until(lambda: served.count("head_object") >= heads + 3, "three looks")
+            assert served.count("list_objects_v2") == before
+            served.script = lambda operation, key: "NoSuchBucket"
+            wait_until(lambda: "NOT REACHABLE" in daemon.tierd("status").stdout, "the alarm")
