@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Action
 from tierd.tiers.store import StoredObject
-from tierd.workers.replicator import SEND_AGAIN_S
+from tierd.workers.leftovers import CLEARED_MAX, SEND_AGAIN_S
 
 DAY_S = 86400.0
 
@@ -286,6 +287,36 @@ async def test_a_tombstone_goes_after_a_day_and_costs_no_request_until_then(
     assert await rooms.replicator().run_once()
     assert tombstone.exists() != is_deleted
     assert bool(listings) == is_deleted
+
+
+async def test_many_old_tombstones_do_not_delay_copies(rooms: Rooms) -> None:
+    """A run that comes back to this node, or a policy that was changed a day ago: thousands are due at once."""
+    await rooms.commit("hot", "cold", step=1)
+    cold = rooms.cold["cold"]
+    for step in range(1000, 1000 + 3 * CLEARED_MAX):
+        await cold.bury(checkpoint_id(RUN, step, 1))
+        age_tombstone(rooms, checkpoint_id(RUN, step, 1), age_s=2 * DAY_S)
+    await rooms.commit("hot", step=900_000, sequence=2)
+    await rooms.look()
+    deleted_before: list[int] = []
+    put, delete, deleted = cold.store.put, cold.store.delete, set[str]()
+
+    async def count(keys: Sequence[str]) -> None:
+        deleted.update(key for key in keys if key.endswith(layout.GONE))
+        await delete(keys)
+
+    async def note(*arguments: Any, **options: Any) -> Any:
+        deleted_before.append(len(deleted))
+        return await put(*arguments, **options)
+
+    cold.store.put, cold.store.delete = note, count  # type: ignore[method-assign]
+    worker = rooms.replicator()
+    assert await worker.run_once()
+    assert deleted_before
+    assert deleted_before[0] <= CLEARED_MAX
+    for _ in range(3):
+        await worker.run_once()
+    assert len(deleted) == 3 * CLEARED_MAX, "without another listing of the tier"
 
 
 async def test_a_milestone_of_a_checkpoint_that_cold_has_deleted_is_sent_again_after_an_hour(rooms: Rooms) -> None:
