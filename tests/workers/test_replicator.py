@@ -18,6 +18,7 @@ from tierd.catalog.listing import refresh
 from tierd.config.sections import ColdPolicy, LifecycleConfig
 from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Action
 from tierd.tiers.store import StoredObject
@@ -287,6 +288,24 @@ async def test_a_tombstone_goes_after_a_day_and_costs_no_request_until_then(
     assert await rooms.replicator().run_once()
     assert tombstone.exists() != is_deleted
     assert bool(listings) == is_deleted
+
+
+async def test_what_is_whole_under_a_tombstone_is_not_deleted_with_it(rooms: Rooms) -> None:
+    """A daemon was killed after it had written the tombstone, and another one had put a manifest there meanwhile,
+    because a newer checkpoint is unhealthy: now this is the last healthy one. What a policy does not keep, is deleted
+    by the policy."""
+    kept = await rooms.commit("cold", step=100)
+    cold = rooms.cold["cold"]
+    await rooms.commit("hot", "cold", step=200, sequence=2)
+    await cold.mark_diagnosis(checkpoint_id(RUN, 200, 1), Diagnosis(healthy=False))
+    await cold.bury(kept.id, kept.save_digest)
+    age_tombstone(rooms, kept.id, age_s=2 * DAY_S)
+    for file in rooms.folder("cold", kept.id).iterdir():
+        os.utime(file, (0, rooms.context.now().timestamp() - 2 * DAY_S))
+    await rooms.look()
+    assert await rooms.replicator().run_once()
+    await rooms.look()
+    assert kept.id in (await cold.listing()).committed
 
 
 async def test_many_old_tombstones_do_not_delay_copies(rooms: Rooms) -> None:
