@@ -129,6 +129,7 @@ class Fetcher:
                 # Files that were here have been deleted meanwhile.
             except (Full, TierUnreachable) as error:
                 await self._clear(entry.id)
+                error.__traceback__ = None  # it refers to `part`, and may live on in a cycle
                 part = replace(part, fetch=await self._into_memory(fetch, error))
 
     async def _clear(self, checkpoint: CheckpointId) -> None:
