@@ -30,8 +30,9 @@ from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId
 from tierd.lifecycle import policy
 from tierd.lifecycle.policy import CheckpointView
+from tierd.workers.leftovers import GRACE_S, SEND_AGAIN_S
 from tierd.workers.reaper import Reaper
-from tierd.workers.replicator import GRACE_S, SEND_AGAIN_S, Replicator
+from tierd.workers.replicator import Replicator
 
 HOT, COLD, DR = "hot", "cold", "dr"
 STEPS_MAX = 20  # rules of one example

@@ -304,6 +304,28 @@ async def test_checkpoint_is_fetched_into_memory_when_hot_cannot_be_read(
     assert in_memory() == 2
 
 
+@pytest.mark.parametrize("failing", ["sync", "manifest"])
+async def test_checkpoint_is_fetched_into_memory_when_hot_fails_at_the_end(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """All chunks have arrived, and then the disk is full or fails: the trainer would get an older checkpoint."""
+
+    async def refuse(*_: object, **__: object) -> bool:
+        raise Full("write in hot: no space left on device")
+
+    def fail(file: object) -> None:
+        raise TierUnreachable("fsync in hot: input/output error")
+
+    if failing == "manifest":
+        monkeypatch.setattr(asked.rooms.hot_store, "put_bytes", refuse)
+    else:
+        monkeypatch.setattr(PartialFile, "make_durable", fail)
+    assert not await asked.bring(None)
+    assert in_memory() == 2
+    assert asked.arriving() == []
+    assert list(asked.rooms.hot_store.root.glob("*/*/rank-*")) == [], "nobody would delete them before the next start"
+
+
 @pytest.mark.usefixtures("full_hot")
 async def test_chunks_in_memory_are_fetched_once_too(asked: Asked) -> None:
     for chunks in ([[20, 21], []], [[21, 22], [40]], [[22], [40]]):

@@ -21,8 +21,9 @@ from tierd.lifecycle.policy import HOT, Action
 from tierd.tiers.tier import Tier
 from tierd.workers.committer import HOME_S, LIST_MAX_S
 from tierd.workers.fetcher import Fetcher
+from tierd.workers.leftovers import GRACE_S
 from tierd.workers.reaper import Reaper
-from tierd.workers.replicator import GRACE_S, Replicator
+from tierd.workers.replicator import Replicator
 
 TENTH = 3  # the number of the snapshot whose sequence is 10: a policy keeps it for good
 

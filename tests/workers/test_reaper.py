@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -525,3 +526,52 @@ async def test_making_room_does_not_wait_for_a_deletion_in_cold(rooms: Rooms) ->
     async with rooms.context.lock(checkpoint_id(RUN, 300, 1)):
         assert await reaper(rooms).make_room(10**9) == 80_000
     assert rooms.steps("hot") == [300]
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+async def test_a_milestone_that_was_set_during_a_failed_deletion_is_put_back(rooms: Rooms, *, is_listed: bool) -> None:
+    """By another machine, whose command has still seen the manifest. A listing may come before the next attempt, which
+    is then not planned any more."""
+    cold, expired = rooms.cold["cold"], CheckpointId(RUN, 100, 1)  # type: ignore[arg-type]
+    real_delete = cold.store.delete
+
+    async def delete_without_an_answer(keys: Sequence[str]) -> None:
+        cold.store.delete = real_delete  # type: ignore[method-assign]
+        await cold.mark_milestone(expired, "best", "now")
+        await real_delete(keys)
+        raise TierUnreachable("delete: no answer")
+
+    cold.store.delete = delete_without_an_answer  # type: ignore[method-assign]
+    worker = reaper(rooms)
+    assert not await worker.run_once()
+    assert expired in cold.deleting
+    assert expired not in (await cold.listing()).committed
+    if is_listed:
+        await rooms.list_tiers()
+    await worker.run_once()
+    await rooms.list_tiers()
+    await worker.run_once()
+    listing = await cold.listing()
+    assert expired in listing.committed
+    assert listing.milestones(expired) == {"best"}
+    assert not cold.deleting
+
+
+async def test_a_loss_is_reported_after_a_deletion_that_failed_and_is_not_planned_any_more(rooms: Rooms) -> None:
+    cold, kept = rooms.cold["cold"], CheckpointId(RUN, 100, 1)  # type: ignore[arg-type]
+    real_delete = cold.store.delete
+
+    async def refuse(keys: Sequence[str]) -> None:
+        raise TierUnreachable("delete: no answer")
+
+    cold.store.delete = refuse  # type: ignore[method-assign]
+    worker = reaper(rooms)
+    assert not await worker.run_once()
+    cold.store.delete = real_delete  # type: ignore[method-assign]
+    await cold.mark_milestone(kept, "best", "now")
+    await rooms.list_tiers()
+    assert await worker.run_once()
+    assert kept in (await cold.listing()).committed
+    shutil.rmtree(rooms.folder("cold", kept))
+    await rooms.list_tiers("cold")
+    assert rooms.count("tierd_lost_checkpoints_total", tier="cold") == 1.0

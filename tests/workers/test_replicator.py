@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,10 +18,11 @@ from tierd.catalog.listing import refresh
 from tierd.config.sections import ColdPolicy, LifecycleConfig
 from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Action
 from tierd.tiers.store import StoredObject
-from tierd.workers.replicator import SEND_AGAIN_S
+from tierd.workers.leftovers import CLEARED_MAX, SEND_AGAIN_S
 
 DAY_S = 86400.0
 
@@ -312,6 +314,54 @@ async def test_a_tombstone_goes_after_a_day_and_costs_no_request_until_then(
     assert await rooms.replicator().run_once()
     assert tombstone.exists() != is_deleted
     assert bool(listings) == is_deleted
+
+
+async def test_what_is_whole_under_a_tombstone_is_not_deleted_with_it(rooms: Rooms) -> None:
+    """A daemon was killed after it had written the tombstone, and another one had put a manifest there meanwhile,
+    because a newer checkpoint is unhealthy: now this is the last healthy one. What a policy does not keep, is deleted
+    by the policy."""
+    kept = await rooms.commit("cold", step=100)
+    cold = rooms.cold["cold"]
+    await rooms.commit("hot", "cold", step=200, sequence=2)
+    await cold.mark_diagnosis(checkpoint_id(RUN, 200, 1), Diagnosis(healthy=False))
+    await cold.bury(kept.id, kept.save_digest)
+    age_tombstone(rooms, kept.id, age_s=2 * DAY_S)
+    for file in rooms.folder("cold", kept.id).iterdir():
+        os.utime(file, (0, rooms.context.now().timestamp() - 2 * DAY_S))
+    await rooms.look()
+    assert await rooms.replicator().run_once()
+    await rooms.look()
+    assert kept.id in (await cold.listing()).committed
+
+
+async def test_many_old_tombstones_do_not_delay_copies(rooms: Rooms) -> None:
+    """A run that comes back to this node, or a policy that was changed a day ago: thousands are due at once."""
+    await rooms.commit("hot", "cold", step=1)
+    cold = rooms.cold["cold"]
+    for step in range(1000, 1000 + 3 * CLEARED_MAX):
+        await cold.bury(checkpoint_id(RUN, step, 1))
+        age_tombstone(rooms, checkpoint_id(RUN, step, 1), age_s=2 * DAY_S)
+    await rooms.commit("hot", step=900_000, sequence=2)
+    await rooms.look()
+    deleted_before: list[int] = []
+    put, delete, deleted = cold.store.put, cold.store.delete, set[str]()
+
+    async def count(keys: Sequence[str]) -> None:
+        deleted.update(key for key in keys if key.endswith(layout.GONE))
+        await delete(keys)
+
+    async def note(*arguments: Any, **options: Any) -> Any:
+        deleted_before.append(len(deleted))
+        return await put(*arguments, **options)
+
+    cold.store.put, cold.store.delete = note, count  # type: ignore[method-assign]
+    worker = rooms.replicator()
+    assert await worker.run_once()
+    assert deleted_before
+    assert deleted_before[0] <= CLEARED_MAX
+    for _ in range(3):
+        await worker.run_once()
+    assert len(deleted) == 3 * CLEARED_MAX, "without another listing of the tier"
 
 
 async def test_a_milestone_of_a_checkpoint_that_cold_has_deleted_is_sent_again_after_an_hour(rooms: Rooms) -> None:

@@ -9,7 +9,9 @@ import msgspec
 
 
 class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
-    """`save`: the save digest of the checkpoint that was deleted; empty if it was not known, as in older versions."""
+    """`save`: the save digest of the checkpoint that was deleted; empty if it was not known, as in older versions.
+    `deletion`: names the deletion, which alone deletes the other files; empty in older versions."""
 
     deleted: bool = True
     save: str = ""
+    deletion: str = ""

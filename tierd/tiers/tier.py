@@ -12,22 +12,24 @@ from typing import Any
 
 import msgspec
 
-from tierd.errors import Foreign, NotFound, TierdError, TierUnreachable, Unsupported
+from tierd.errors import Foreign, NotFound, Retained, TierdError, TierUnreachable, Unsupported
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.claim import Claim, decode_claim
 from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run
-from tierd.format.manifest import Manifest, decode, encode_marker
+from tierd.format.manifest import Manifest, encode_marker
 from tierd.format.signature import Keyring
 from tierd.format.tombstone import Tombstone
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.cache import Fingerprint, ManifestCache
+from tierd.tiers.deletion import Deletion
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.store import Store, StoredObject
 from tierd.tiers.tier_listing import Listing
 
 MARKERS_AT_ONCE = 256  # read in one call; each has 64 KiB at most
+UNDECODABLE = (msgspec.DecodeError, ValueError, RecursionError)  # ValueError: not UTF-8
 CLAIMS_KEPT = 16  # more than daemons that may claim at once, each from the same listing
 
 
@@ -42,7 +44,7 @@ class Tier(ReadableTier):
 
     store: Store
     cache: ManifestCache | None = None
-    deleting: set[CheckpointId] = field(default_factory=set)
+    deleting: dict[CheckpointId, Deletion] = field(default_factory=dict)
     verified: dict[str, tuple[tuple[int, str, float], str]] = field(default_factory=dict)
     claimed: dict[Run, Generation] = field(default_factory=dict)
     foreign: dict[CheckpointId, tuple[Fingerprint, str]] = field(default_factory=dict)
@@ -171,7 +173,7 @@ class Tier(ReadableTier):
 
         Raises Corrupt when another checkpoint is already committed under this id.
         """
-        self.deleting.discard(manifest.id)
+        self.deleting.pop(manifest.id, None)
         # The markers are written before the commit, so a committed milestone always has its marker.
         for milestone in milestones:
             await self.mark_milestone(manifest.id, milestone, manifest.created_at)
@@ -212,15 +214,15 @@ class Tier(ReadableTier):
         `confirm`: called with the names of its files directly before the deletion, without markers that the keyring has
         not signed. If it returns False, nothing is deleted, and this returns False. It also returns False, and the
         manifest is put back, if another process has set a milestone since the listing. Raises NotFound if another
-        process has deleted the manifest since then.
+        process has deleted the manifest since then, or is deleting the other files.
         """
-        if checkpoint in self.deleting and await self.unbury(checkpoint):
-            self.deleting.discard(checkpoint)
+        if checkpoint in self.deleting and await self.keep_marked(checkpoint):
             return False
         names, keys = await self._files(checkpoint)
         if not confirm(names):
             return False
-        if not keys:
+        if not keys - {layout.file_key(checkpoint, layout.GONE)}:
+            self.deleting.pop(checkpoint, None)
             return True
         nodes = [layout.file_key(checkpoint, name) for name in layout.node_files(names)]
         key = layout.manifest_key(checkpoint)
@@ -229,30 +231,34 @@ class Tier(ReadableTier):
         found = (await self.store.get_many([key], size_max=self.manifest_bytes_max))[0] if key in keys else None
         if isinstance(found, NotFound):
             raise found
-        raw = found if isinstance(found, bytes) else None  # archived or damaged: it is deleted, but cannot be put back
-        save = _save_of(checkpoint, raw)
-        if nodes and self.name != HOT:
-            await self.bury(checkpoint, save)
-        self.deleting.add(checkpoint)
+        raw = found if isinstance(found, bytes) else None
+        deletion = self.deleting.get(checkpoint) or Deletion(checkpoint, key, raw, frozenset(names))
+        self.deleting[checkpoint] = deletion
+        is_own = not nodes or self.name == HOT or await self._bury(deletion)
         failpoint("tier.delete")
-        await self.store.delete([key])
+        try:
+            await self.store.delete([key])
+        except Retained:
+            self.deleting.pop(checkpoint, None)
+            raise
         if not nodes and self.name != HOT:
-            await self.bury(checkpoint, save)
-        if raw is not None:
+            is_own = await self._bury(deletion)
+        if deletion.raw is not None:
             # `tierd milestone` writes its marker and then looks for the manifest. This deletes the manifest and then
             # looks for markers. So at least one of the two sees the other.
-            names_now, keys = await self._files(checkpoint)
-            if milestones := layout.milestones_of(names_now) - layout.milestones_of(names):
-                await self._put_back(key, raw, ", ".join(sorted(milestones)))
-                self.deleting.discard(checkpoint)
+            names, keys = await self._files(checkpoint)
+            if await self._keep_marked(deletion, names):
                 return False
+        if not is_own:
+            self.deleting.pop(checkpoint, None)
+            raise NotFound(f"delete {checkpoint} in {self.name}: another daemon is deleting it")
         try:
             left = keys - {key, layout.file_key(checkpoint, layout.GONE)}
             await self.store.delete(sorted(left, key=lambda key: (key not in nodes, key)))
         except TierdError as error:
             error.message += f"; {checkpoint} has no manifest in {self.name} any more, but some of its files are left"
             raise
-        self.deleting.discard(checkpoint)
+        self.deleting.pop(checkpoint, None)
         return True
 
     async def _files(self, checkpoint: CheckpointId) -> tuple[Collection[str], set[str]]:
@@ -261,32 +267,57 @@ class Tier(ReadableTier):
         listing = await self._listing_of(objects, is_whole=False)
         return listing.files.get(checkpoint, {}).keys(), {stored.key for stored in objects}
 
-    async def _put_back(self, key: str, raw: bytes, milestones: str) -> None:
+    async def keep_marked(self, checkpoint: CheckpointId) -> bool:
+        """Give up a deletion that has failed, if another process has set a milestone since it began and no file but the
+        manifest is deleted: that is put back."""
+        names, _ = await self._files(checkpoint)
+        return await self._keep_marked(self.deleting[checkpoint], names)
+
+    async def _keep_marked(self, deletion: Deletion, names: Collection[str]) -> bool:
+        """As `keep_marked`. The tombstone of another deletion stays: that one may be deleting the files now. If it has
+        ended, whoever clears the leftovers finds them all."""
+        checkpoint = deletion.checkpoint
+        milestones = deletion.missed(names)
+        if deletion.raw is None or not milestones:
+            return False
         try:
-            await self.store.put_bytes(key, raw, if_absent=True)
-            if self.name != HOT:
-                await self.store.delete([f"{key.rpartition('/')[0]}/{layout.GONE}"])
+            await self.store.put_bytes(deletion.key, deletion.raw, if_absent=True)
+            if layout.GONE in names and await self._is_own(deletion):
+                await self.store.delete([layout.file_key(checkpoint, layout.GONE)])
         except TierdError as error:
             error.message = (
-                f"keep {key.rpartition('/')[0]} in {self.name}: {milestones} was set while it was being deleted, "
-                f"and its manifest could not be put back: {error.message}"
+                f"keep {checkpoint} in {self.name}: {', '.join(sorted(milestones))} was set while it was being "
+                f"deleted, and its manifest could not be put back: {error.message}"
             )
             raise
+        self.deleting.pop(checkpoint, None)
+        return True
 
-    async def bury(self, checkpoint: CheckpointId, save: str = "") -> None:
+    async def _bury(self, deletion: Deletion) -> bool:
+        """Whether the tombstone is that of this deletion, or one that counts for nothing is there."""
+        return await self.bury(deletion.checkpoint, deletion.save, deletion.token) or await self._is_own(deletion)
+
+    async def _is_own(self, deletion: Deletion) -> bool:
+        with suppress(Foreign, *UNDECODABLE):
+            raw = await self._marker(layout.file_key(deletion.checkpoint, layout.GONE))
+            return msgspec.json.decode(raw, type=Tombstone).deletion == deletion.token
+        return False
+
+    async def bury(self, checkpoint: CheckpointId, save: str = "", token: str = "") -> bool:
         """From now on the folder holds no checkpoint, whatever is written into it. `save`: the digest of what is
-        deleted; empty if it is not known."""
-        content = encode_marker(Tombstone(save=save))
+        deleted; empty if it is not known. `token`: see Deletion. False if there was a tombstone."""
+        content = encode_marker(Tombstone(save=save, deletion=token))
         with suppress(Foreign):  # one that somebody else has put there counts for nothing, and delays nothing
-            await self.put_marker(layout.file_key(checkpoint, layout.GONE), content)
+            return await self.put_marker(layout.file_key(checkpoint, layout.GONE), content)
+        return True
 
     async def unbury(self, checkpoint: CheckpointId) -> bool:
-        """Delete the tombstone of a milestone that is whole: it was set during a deletion, which put the manifest back
-        and ended before it deleted the tombstone. No daemon may be deleting the checkpoint now. False, and nothing is
-        deleted, if it is no milestone or not whole."""
+        """Delete the tombstone of a checkpoint that is whole: a deletion was given up too late, or ended before it had
+        deleted a file. What no policy keeps is deleted again. No daemon may be deleting it now. False, and nothing is
+        deleted, if it is not whole."""
         listing = await self.listing(layout.checkpoint_prefix(checkpoint))
         files = listing.files.get(checkpoint, {})
-        if checkpoint not in listing.gone or layout.MANIFEST not in files or not layout.milestones_of(files):
+        if checkpoint not in listing.gone or layout.MANIFEST not in files:
             return False
         (manifest,) = await self.manifests([checkpoint])
         if not isinstance(manifest, Manifest) or manifest.missing_file(files):
@@ -303,7 +334,7 @@ class Tier(ReadableTier):
             keys = [layout.file_key(checkpoint, layout.GONE) for checkpoint in batch]
             raws = await self.store.get_many(keys, size_max=MARKER_BYTES_MAX)
             for checkpoint, raw in zip(batch, raws, strict=True):
-                with suppress(msgspec.DecodeError, ValueError, RecursionError):  # ValueError: not UTF-8
+                with suppress(*UNDECODABLE):
                     if isinstance(raw, bytes):
                         found[checkpoint] = msgspec.json.decode(raw, type=Tombstone).save
         return found
@@ -369,10 +400,3 @@ class Tier(ReadableTier):
             return decode_claim(await self._marker(layout.generation_key(run, generation)))
         except Foreign:
             return None
-
-
-def _save_of(checkpoint: CheckpointId, raw: bytes | None) -> str:
-    """The save digest of a manifest; empty if there is none, or it cannot be decoded."""
-    with suppress(TierdError):
-        return "" if raw is None else decode(raw, where="a tier", expect=checkpoint).save_digest
-    return ""

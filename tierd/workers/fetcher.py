@@ -29,6 +29,7 @@ from tierd.format.manifest import Manifest
 from tierd.tiers.tier import Tier
 from tierd.transfer.fetch import Fetch
 from tierd.workers.hot_space import HotSpace, MakeRoom, no_room
+from tierd.workers.recovery import clear_uncommitted
 
 log = logging.getLogger("tierd")
 
@@ -120,11 +121,23 @@ class Fetcher:
             if not fetch.is_whole or fetch.is_in_memory or entry.is_part_in(self._hot.name):
                 self._keep(part)
                 return await fetch.open_files(), not fetch.is_whole
-            async with self._context.lock(entry.id):
-                if await fetch.has_files_in_place():
-                    await self._commit(part, entry.all_milestones)
-                    return await self.open_hot(entry.manifest), False
-            # Files that were here have been deleted meanwhile.
+            try:
+                async with self._context.lock(entry.id):
+                    if await fetch.has_files_in_place():
+                        await self._commit(part, entry.all_milestones)
+                        return await self.open_hot(entry.manifest), False
+                # Files that were here have been deleted meanwhile.
+            except (Full, TierUnreachable) as error:
+                await self._clear(entry.id)
+                error.__traceback__ = None  # it refers to `part`, and may live on in a cycle
+                part = replace(part, fetch=await self._into_memory(fetch, error))
+
+    async def _clear(self, checkpoint: CheckpointId) -> None:
+        """Delete files that have their final names, and that no manifest refers to."""
+        async with self._context.lock(checkpoint):
+            if self._context.memory.find(checkpoint) is None:  # else the persister may be writing the same files
+                with contextlib.suppress(TierdError):  # the next start of the daemon deletes them
+                    await clear_uncommitted(self._hot, checkpoint)
 
     async def open_hot(self, manifest: Manifest) -> list[int]:
         """Descriptors of the files of a hot replica."""

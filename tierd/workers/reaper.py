@@ -76,6 +76,7 @@ class Reaper:
             while not await self._delete(self._plan, failed_tiers, on_deleted=self._count_replaced):
                 pass
             self._done_at = -1 if failed_tiers else self._catalog.changes
+        await self._end_failed_deletions(failed_tiers)
         await self._give_up_copies()
         return not failed_tiers
 
@@ -158,6 +159,27 @@ class Reaper:
                     decided_at = self._catalog.changes
             on_deleted(action, entry)
         return self._catalog.changes == decided_at
+
+    async def _end_failed_deletions(self, failed_tiers: set[str]) -> None:
+        """Of deletions that failed and that the plan does not have any more: put back a manifest that is gone because
+        of them, where a milestone was set meanwhile. Then a replica that disappears counts as lost again."""
+        tiers = [
+            tier
+            for name, tier in self._context.tiers.items()
+            if tier.deleting and name not in failed_tiers and self._catalog.tiers[name].is_known
+        ]
+        planned = {(action.tier, action.checkpoint) for action in self._plan()} if tiers else set()
+        for tier in tiers:
+            for checkpoint in [each for each in tier.deleting if (tier.name, each) not in planned]:
+                async with self._context.lock(checkpoint):
+                    try:
+                        if checkpoint in tier.deleting and await tier.keep_marked(checkpoint):
+                            self._context.notify.relist(tier.name)
+                        tier.deleting.pop(checkpoint, None)
+                    except TierdError as error:
+                        failed_tiers.add(tier.name)
+                        self._context.incidents.record(self.name, error, checkpoint)
+                        break
 
     async def _list_again(self, run: Run, failed_tiers: set[str]) -> None:
         """The first listings may be hours old, if there is much to delete."""

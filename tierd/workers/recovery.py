@@ -59,15 +59,15 @@ async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore, *, now_s: 
 
 
 async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId, *, written_before_s: float = math.inf) -> list[str]:
-    """Delete the files of a failed copy, unless it is committed: they may fill the disk. Returns their keys. A
-    milestone whose deletion was given up too late is committed again; see `Tier.unbury`.
+    """Delete the files of a failed copy, unless it is committed: they may fill the disk. Returns their keys. What is
+    whole beneath a tombstone is committed again; see `Tier.unbury`.
 
     Raises as `Store.list` and `Store.delete`.
     """
     keys = await uncommitted_files(tier, checkpoint, written_before_s=written_before_s)
     manifest, tombstone = layout.manifest_key(checkpoint), layout.file_key(checkpoint, layout.GONE)
     if tombstone in keys and await tier.unbury(checkpoint):
-        log.info("keep %s in %s: a milestone was set while it was being deleted", checkpoint, tier.name)
+        log.info("keep %s in %s: it is whole beneath its tombstone", checkpoint, tier.name)
         return []
     if keys:
         failpoint("leftover.delete")

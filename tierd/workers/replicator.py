@@ -16,7 +16,7 @@ from itertools import count
 from tierd.catalog.decisions import pending
 from tierd.catalog.entry import NOT_LISTED_YET, Entry
 from tierd.context import DaemonContext
-from tierd.errors import Corrupt, Foreign, Full, NotFound, Retained, TierdError, Transient
+from tierd.errors import Corrupt, Foreign, Full, NotFound, TierdError, Transient
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.audit import Action
@@ -26,14 +26,11 @@ from tierd.format.node_file import NodeFile
 from tierd.tiers.checkpoint_copy import copy_checkpoint, copy_part
 from tierd.tiers.tier import Tier
 from tierd.workers.deferred_claim import confirm_claim
-from tierd.workers.reaper import Retentions
-from tierd.workers.recovery import clear_uncommitted, uncommitted_files
+from tierd.workers.leftovers import Leftovers
 
 log = logging.getLogger("tierd")
 
 VERDICT_S = 60.0  # how long a part waits until it is examined
-GRACE_S = 24 * 3600.0  # younger files and unfinished uploads may be those of another node's copy
-SEND_AGAIN_S = 3600.0  # after a deletion in cold of what is needed there now: a milestone that was set later
 RETRIED_AFTER = 3  # copies; a checkpoint that failed waits for them, if others are pending
 FORMER_COPY_S = 600.0  # assumed for a copy of a former daemon: how long it took is not known
 
@@ -75,8 +72,7 @@ class Replicator:
         self._catalog = context.catalog
         self._hot = context.hot
         self._cold = cold
-        self._retentions = Retentions()
-        self._swept_at_s = float("-inf")
+        self._leftovers = Leftovers(context, cold)
         self._failures: Counter[CheckpointId] = Counter()
         self._copied_since_failure = 0
         self._copy: Copy | None = None
@@ -93,13 +89,13 @@ class Replicator:
         copy if that had progressed, else the checkpoint that failed waits for RETRIED_AFTER others. After an error of a
         checkpoint the others are still copied."""
         began_at = self._catalog.changes
-        if began_at == self._done_at and not (self._catalog.tiers[self._cold.name].partial and self._is_sweep_due()):
+        if began_at == self._done_at and not self._leftovers.are_due:
             return True
         self._drop_stalled_copy()
         await self._find_former_copy()
         if not self._catalog.tiers[self._cold.name].is_known:
             return True  # nothing is written where another place may be mounted
-        await self._clear_leftovers()
+        await self._leftovers.clear()
         await self._mark()
         tried: set[CheckpointId] = set()
         while untried := [c for c in self._pending() if c not in tried]:
@@ -278,73 +274,7 @@ class Replicator:
         context.metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(part.size_bytes)
         context.notify.part_sent(self._cold.name)
 
-    # ── leftovers and markers ──
-
-    async def _clear_leftovers(self) -> None:
-        """Delete what a killed copy left of checkpoints that will not be copied again, and tombstones, as often as the
-        tier is listed. Only of runs in this hot tier, and only after a day: another node may be copying into a shared
-        tier."""
-        if not self._is_sweep_due():
-            return
-        now_s = self._context.monotonic_s()
-        self._retentions.forget_due(now_s=now_s)
-        local_runs = {manifest.run for manifest in self._catalog.manifests_in(self._hot.name)}
-        to_copy = set(pending(self._catalog, self._context.config, self._cold.name))
-        knowledge = self._catalog.tiers[self._cold.name]
-
-        def is_abandoned(checkpoint: CheckpointId) -> bool:
-            if checkpoint.run not in local_runs or not self._context.is_home(checkpoint.run):
-                return False
-            is_continued = checkpoint in to_copy or self._may_run_elsewhere(checkpoint)
-            return (checkpoint in knowledge.gone or not is_continued) and not self._is_awaited(checkpoint)
-
-        for checkpoint, newest_s in knowledge.partial.items() if self._cold.deletes else ():
-            grace_s = SEND_AGAIN_S if checkpoint in to_copy else GRACE_S
-            written_before_s = self._context.now().timestamp() - grace_s
-            if newest_s > written_before_s or not is_abandoned(checkpoint):
-                continue
-            if self._retentions.holds(self._cold.name, checkpoint, now_s=now_s):
-                continue
-            try:
-                await self._clear(checkpoint, written_before_s=written_before_s)
-            except Retained as error:
-                self._retentions.add(self._cold.name, checkpoint, error, now_s=now_s)
-                self._context.incidents.record(self.name, error, checkpoint)
-
-        def is_abandoned_key(key: str) -> bool:
-            checkpoint = layout.parse_key(key)
-            return checkpoint is not None and is_abandoned(checkpoint)
-
-        # S3 bills the parts of unfinished uploads too. An abort deletes no object, so a tier without deletions has it.
-        removed = await self._cold.store.remove_unfinished(is_abandoned_key, grace_s=GRACE_S)
-        self._swept_at_s = now_s
-        if removed:
-            log.info("removed %d unfinished uploads from %s", removed, self._cold.name)
-
-    def _is_sweep_due(self) -> bool:
-        return self._context.monotonic_s() - self._swept_at_s >= self._context.config.limits.cold_list_interval_s
-
-    async def _clear(self, checkpoint: CheckpointId, *, written_before_s: float) -> None:
-        """Over several nodes with a tombstone first, and the files a day after it: the last part may come just now, and
-        another node commit."""
-        keys = await uncommitted_files(self._cold, checkpoint, written_before_s=written_before_s)
-        has_part_here = any(entry.part is not None for entry in self._catalog.entries(checkpoint.run))
-        if keys and (has_part_here or layout.node_files(key.rpartition("/")[2] for key in keys)):
-            await self._cold.bury(checkpoint)
-        await clear_uncommitted(self._cold, checkpoint, written_before_s=written_before_s)
-
-    def _is_awaited(self, checkpoint: CheckpointId) -> bool:
-        """Whether this node's part is in the tier and the others may come: not beneath a committed checkpoint, where
-        nothing has come for a day."""
-        newest = self._catalog.newest(checkpoint.run, self._cold.name)
-        is_passed = newest is not None and checkpoint.recency < newest.id.recency
-        return not is_passed and checkpoint in (part.id for part in self._catalog.sent_parts(self._cold.name))
-
-    def _may_run_elsewhere(self, checkpoint: CheckpointId) -> bool:
-        """Whether the checkpoint's generation may be running on another node. Only the newest one is not fenced."""
-        here = self._context.memory.generation(checkpoint.run)
-        is_newest = checkpoint.generation >= max(here, self._catalog.generation_max(checkpoint.run))
-        return is_newest and checkpoint.generation != here
+    # ── markers ──
 
     async def _mark(self) -> None:
         """Copy the markers that this tier's replicas lack: a marker in one tier holds in all. One that cannot be

@@ -57,12 +57,12 @@ def run_small(arguments: list[str], environ: Mapping[str, str], log: str, broken
     from tierd.s3.store import S3Store
     from tierd.tiers import directory
     from tierd.transfer import fetch
-    from tierd.workers import replicator
+    from tierd.workers import leftovers
 
     checksum.CHUNK_BYTES = slot.CHUNK_BYTES = directory.PIECE_BYTES = fetch.PIECE_BYTES = CHUNK_BYTES
     assert S3Store.__init__.__kwdefaults__
     S3Store.__init__.__kwdefaults__["part_bytes_min"] = CHUNK_BYTES
-    replicator.GRACE_S = 0.0
+    leftovers.GRACE_S = 0.0
     if broken:
         BROKEN[broken]()
     run_tierd(arguments, environ, log)

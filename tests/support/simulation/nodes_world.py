@@ -312,7 +312,7 @@ def _simulated(loop_random: random.Random) -> Iterator[None]:
     with (
         patch("tierd.health.examiner.examine_files", examine),
         patch("tierd.workers.open_copy.examine_files", examine),
-        patch("tierd.workers.replicator.GRACE_S", GRACE_S),
+        patch("tierd.workers.leftovers.GRACE_S", GRACE_S),
         patch.object(Committer, "interval_s", COMMITTER_INTERVAL_S),
     ):
         yield

@@ -1,0 +1,40 @@
+"""A deletion of a checkpoint that has begun and not ended, and what is needed to give it up."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from tierd.errors import TierdError
+from tierd.format import layout
+from tierd.format.ids import CheckpointId
+from tierd.format.manifest import decode
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """`key`: of the manifest, which is deleted first; in hot of a node file where there is none. `raw`: its bytes; None
+    if they could not be read: it is deleted, but cannot be put back. `names`: of the files at the beginning.
+    `token`: says in the tombstone which deletion has written it. Only that one deletes the other files."""
+
+    checkpoint: CheckpointId
+    key: str
+    raw: bytes | None
+    names: frozenset[str]
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def save(self) -> str:
+        """The save digest; empty if there is none, or the manifest cannot be decoded."""
+        with suppress(TierdError):
+            return "" if self.raw is None else decode(self.raw, where="a tier", expect=self.checkpoint).save_digest
+        return ""
+
+    def missed(self, names: Collection[str]) -> frozenset[str]:
+        """The milestones that were set since; none if the checkpoint cannot be kept. `names`: of the files now."""
+        needed = {name for name in self.names if not layout.is_marker(name)} - {self.key.rpartition("/")[2]}
+        if self.raw is None or not needed <= set(names):
+            return frozenset()
+        return layout.milestones_of(names) - layout.milestones_of(self.names)
