@@ -286,7 +286,7 @@ class Tier(ReadableTier):
         deleted, if it is no milestone or not whole."""
         listing = await self.listing(layout.checkpoint_prefix(checkpoint))
         files = listing.files.get(checkpoint, {})
-        if checkpoint not in listing.gone or layout.MANIFEST not in files or not layout.milestones_of(files):
+        if checkpoint not in listing.gone or layout.MANIFEST not in files or not listing.milestones(checkpoint):
             return False
         (manifest,) = await self.manifests([checkpoint])
         if not isinstance(manifest, Manifest) or manifest.missing_file(files):
