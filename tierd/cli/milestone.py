@@ -1,6 +1,7 @@
 """`tierd milestone`: exempts a checkpoint from retention, in every tier that holds it whole, or ends that.
 
-Needs no daemon. It is the same on every node: whoever deletes in a cold tier looks for marks after the manifest is gone.
+Needs no daemon. It is the same on every node: whoever deletes in a cold tier looks for marks after the manifest is
+gone.
 """
 
 from __future__ import annotations

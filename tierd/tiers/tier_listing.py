@@ -56,6 +56,10 @@ class Listing:
         shards = sorted(parsed for name in self.files[checkpoint] if (parsed := layout.parse_shard(name)))
         return ([rank for rank, _ in shards], shards[0][1]) if shards else None
 
+    def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
+        """Those that this tier alone gives it."""
+        return layout.milestones_of(self.files.get(checkpoint, ()))
+
     def marks(self, checkpoint: CheckpointId) -> frozenset[str]:
         """Of milestones and their removals, as `layout.mark_of` has them."""
         return layout.marks_of(self.files.get(checkpoint, ()))
