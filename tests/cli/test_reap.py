@@ -187,6 +187,30 @@ def test_leftovers_are_deleted_a_week_after_a_newer_generation_was_claimed(
     assert bool(list(folder.glob("*"))) != is_cleared
 
 
+@pytest.mark.parametrize(
+    ("days", "left", "is_cleared"), [(2, "shards", True), (0.5, "shards", False), (2, "all", False)]
+)
+def test_a_tombstone_goes_after_a_day_and_takes_nothing_that_is_whole(
+    house: House, days: float, left: str, *, is_cleared: bool
+) -> None:
+    """Daemons that may not delete wait for it before they send the checkpoint again. Whoever cannot delete must not
+    have `tierd reap` delete it either, by a tombstone."""
+    make_checkpoint(house.cold, step=500, sequence=5)
+    folder = house.cold / "run42/000000000500-g0001"
+    if left == "shards":
+        (folder / "manifest.json").unlink()
+    (folder / "gone.json").write_text('{"deleted":true}')
+    age(folder, days)
+    planned = house.json("reap", "--dry-run")["deletions"]
+    assert (500 in [each["step"] for each in planned]) == is_cleared
+    deleted = house.json("reap")["deletions"]
+    assert deleted == planned
+    assert bool(list(folder.glob("*"))) != is_cleared
+    if left == "all":
+        assert 500 in steps(house.cold)
+        assert not (folder / "gone.json").exists()
+
+
 @pytest.fixture
 def bucket_house(tmp_path: Path, served: Bucket, house: House) -> House:
     """Steps 500 and 600 are leftovers in the bucket, of a generation that was replaced long ago."""

@@ -42,13 +42,15 @@ from tierd.status.incidents import Incidents
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
+from tierd.workers.leftovers import GRACE_S
 from tierd.workers.reaper import Reaper
-from tierd.workers.recovery import clear_uncommitted, uncommitted_files
+from tierd.workers.recovery import clear_uncommitted
 
 # Longer than the grace of the daemons, a day: one that was down for days continues its copies when it is back. The
 # lifecycle rule that the guide names aborts unfinished uploads after the same time.
 LEFTOVER_GRACE_S = 7 * 24 * 3600.0
 CLEARED = "a copy that never ended: no manifest, no open upload, a newer generation for 7 days"
+CLEARED_GONE = "what is left of a deletion a day ago, with its tombstone"
 
 
 class Deletion(msgspec.Struct, kw_only=True):
@@ -260,34 +262,34 @@ class _Reaping:
 
     async def clear_leftovers(self, only_run: Run | None, *, is_dry_run: bool) -> list[Deletion]:
         """Delete the files of copies that were begun and never ended, where no daemon continues them: a newer
-        generation was claimed LEFTOVER_GRACE_S ago or there is a tombstone, no file is younger, and no upload of the
-        checkpoint is open."""
+        generation was claimed LEFTOVER_GRACE_S ago, no file is younger, and no upload of the checkpoint is open. Of
+        what has a tombstone after GRACE_S: no daemon continues that, and one may wait for it to send it again."""
         cleared: list[Deletion] = []
-        clear = uncommitted_files if is_dry_run else clear_uncommitted
         for name, tier in self.context.cold.items():
             knowledge = self.context.catalog.tiers[name]
             if not tier.deletes or not knowledge.is_known:
                 continue
             newest_claimed: dict[Run, int] = {}
             for checkpoint in sorted(knowledge.partial, key=str):
-                before_s = self.context.now().timestamp() - LEFTOVER_GRACE_S
+                is_gone, now_s = checkpoint in knowledge.gone, self.context.now().timestamp()
+                before_s = now_s - (GRACE_S if is_gone else LEFTOVER_GRACE_S)
                 if only_run not in (None, checkpoint.run) or knowledge.partial[checkpoint] > before_s:
                     continue
                 try:
-                    if checkpoint.run not in newest_claimed:
+                    if not is_gone and checkpoint.run not in newest_claimed:
                         newest_claimed[checkpoint.run] = await self._newest_claimed(tier, checkpoint.run, before_s)
-                    is_fenced = checkpoint.generation < newest_claimed[checkpoint.run]
-                    if not is_fenced and checkpoint not in knowledge.gone:
+                    if not is_gone and checkpoint.generation >= newest_claimed[checkpoint.run]:
                         continue
                     # A daemon may have continued the copy since the tier was listed.
                     if checkpoint in map(layout.parse_key, await tier.store.unfinished()):
                         continue
-                    if await clear(tier, checkpoint, written_before_s=before_s):
+                    if await clear_uncommitted(tier, checkpoint, written_before_s=before_s, is_dry_run=is_dry_run):
+                        why = CLEARED_GONE if is_gone else CLEARED
                         if not is_dry_run:
                             self.context.audit.record(
-                                audit.Action.EXPIRED, checkpoint=checkpoint, tier=name, reason=CLEARED
+                                audit.Action.EXPIRED, checkpoint=checkpoint, tier=name, reason=why
                             )
-                        cleared.append(_deletion(Decision(checkpoint, name, Action.EXPIRE, CLEARED)))
+                        cleared.append(_deletion(Decision(checkpoint, name, Action.EXPIRE, why)))
                 except TierdError as error:
                     self.errors.record("reap", error, checkpoint)
                     if not isinstance(error, Retained):

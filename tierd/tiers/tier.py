@@ -311,7 +311,7 @@ class Tier(ReadableTier):
             return await self.put_marker(layout.file_key(checkpoint, layout.GONE), content)
         return True
 
-    async def unbury(self, checkpoint: CheckpointId) -> bool:
+    async def unbury(self, checkpoint: CheckpointId, *, is_dry_run: bool = False) -> bool:
         """Delete the tombstone of a checkpoint that is whole: a deletion was given up too late, or ended before it had
         deleted a file. What no policy keeps is deleted again. No daemon may be deleting it now. False, and nothing is
         deleted, if it is not whole."""
@@ -322,7 +322,8 @@ class Tier(ReadableTier):
         (manifest,) = await self.manifests([checkpoint])
         if not isinstance(manifest, Manifest) or manifest.missing_file(files):
             return False
-        await self.store.delete([layout.file_key(checkpoint, layout.GONE)])
+        if not is_dry_run:
+            await self.store.delete([layout.file_key(checkpoint, layout.GONE)])
         return True
 
     async def buried(self, checkpoints: Sequence[CheckpointId]) -> dict[CheckpointId, str]:

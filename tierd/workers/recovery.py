@@ -58,7 +58,9 @@ async def recover(catalog: Catalog, hot: Tier, store: DirectoryStore, *, now_s: 
     await enter_listing(catalog, hot, listing, since=catalog.changes)
 
 
-async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId, *, written_before_s: float = math.inf) -> list[str]:
+async def clear_uncommitted(
+    tier: Tier, checkpoint: CheckpointId, *, written_before_s: float = math.inf, is_dry_run: bool = False
+) -> list[str]:
     """Delete the files of a failed copy, unless it is committed: they may fill the disk. Returns their keys. What is
     whole beneath a tombstone is committed again; see `Tier.unbury`.
 
@@ -66,10 +68,10 @@ async def clear_uncommitted(tier: Tier, checkpoint: CheckpointId, *, written_bef
     """
     keys = await uncommitted_files(tier, checkpoint, written_before_s=written_before_s)
     manifest, tombstone = layout.manifest_key(checkpoint), layout.file_key(checkpoint, layout.GONE)
-    if tombstone in keys and await tier.unbury(checkpoint):
+    if tombstone in keys and await tier.unbury(checkpoint, is_dry_run=is_dry_run):
         log.info("keep %s in %s: it is whole beneath its tombstone", checkpoint, tier.name)
         return []
-    if keys:
+    if keys and not is_dry_run:
         failpoint("leftover.delete")
         # A former deletion of the manifest may not be on the disk yet. As the first key, its absence is synced before
         # a shard is deleted: without that, a loss of power could bring the manifest back without its shards.
