@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import typer
@@ -23,6 +24,7 @@ from tierd.catalog.identity import Identities
 from tierd.cgroup import memory_limit
 from tierd.cli import daemon_http, options
 from tierd.cli.console import now, print_report, print_result
+from tierd.cli.forecast_checks import Planned, forecast_advice
 from tierd.cli.opened_tiers import open_tiers, open_unlisted
 from tierd.cli.options import Settings, check_tier, settings_of
 from tierd.cli.peer_checks import check_peers
@@ -45,13 +47,35 @@ _GPU = Path("/dev/nvidiactl")
 async def doctor(
     context: typer.Context,
     only: options.TierName = None,
+    state_gb: Annotated[
+        float | None,
+        typer.Option("--state-gb", metavar="GB", min=1e-6, help="Forecast for a run that saves so much on this node."),
+    ] = None,
+    every_s: Annotated[
+        float, typer.Option("--every-s", metavar="SECONDS", min=1.0, help="With --state-gb: how often it saves.")
+    ] = 600.0,
+    every_steps: Annotated[
+        int, typer.Option("--every-steps", metavar="N", min=1, help="With --state-gb: how many steps that is.")
+    ] = 1,
     json: options.Json = False,
 ) -> int:
-    """Check config, directories, daemon and buckets for mistakes. Deletes what it writes."""
+    """Check config, directories, daemon and buckets for mistakes. Deletes what it writes. With --state-gb, also whether
+    disks, links and memory suffice for a run before its first step."""
     advice = await _check(settings_of(context), only)
+    if state_gb is not None and not any(one.check == "config" and one.verdict == "problem" for one in advice):
+        planned = Planned(int(state_gb * 1e9), every_s, every_steps)
+        advice += await _forecast(settings_of(context).config(), planned, only)
     print_report(advice, as_json=json, text=_print)
     problems = [one for one in advice if one.verdict == "problem"]
     return problems[0].exit_code if problems else int(any(one.verdict == "warning" for one in advice))
+
+
+async def _forecast(loaded: Config, planned: Planned, only: str | None) -> list[Advice]:
+    status = None
+    with suppress(DaemonUnreachable):  # reported by the other checks
+        status = daemon_http.find(loaded).status
+    found = await asyncio.to_thread(lambda: list(forecast_advice(loaded, planned, status)))
+    return [one for one in found if only in (None, one.about)]
 
 
 def _print(advice: list[Advice]) -> None:

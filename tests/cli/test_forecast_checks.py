@@ -1,0 +1,53 @@
+"""`tierd doctor --state-gb`: what a run will need before its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.cli import House, make_house
+from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer
+
+FORECAST = {"forecast", "write rate", "upload cap", "upload rate", "memlock"}
+
+
+def forecast(house: House, *arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
+    found = msgspec.json.decode(house.tierd("doctor", "--json", *arguments).stdout)
+    return {(one["about"], one["check"]): one for one in found if one["check"] in FORECAST}
+
+
+def test_a_run_that_fits_and_one_that_does_not(tmp_path: Path) -> None:
+    house = make_house(tmp_path)
+    assert forecast(house) == {}
+    small = forecast(house, "--state-gb", "0.000001", "--every-s", "600")
+    assert {about for about, _ in small} == {"hot", "cold"}
+    assert {one["verdict"] for one in small.values()} == {"ok"}
+    assert "a state of 1 kB every 10 min 0 s needs" in small["hot", "forecast"]["message"]
+    large = forecast(house, "--state-gb", "1e6", "--every-s", "60")
+    assert {one["verdict"] for one in large.values()} == {"warning"}
+    assert "some are replaced before they arrive" in large["hot", "write rate"]["message"]
+    assert "keep fewer" in large["hot", "forecast"]["hint"]
+    assert {about for about, _ in forecast(house, "--state-gb", "1", "--tier", "hot")} == {"hot"}
+    house.tierd("doctor", "--state-gb", "1e6")
+    assert sorted(path.name for path in (tmp_path / "hot").iterdir() if path.is_file()) == [], "nothing stays"
+
+
+@pytest.mark.parametrize(("gigabytes", "verdict"), [("0.0000001", None), ("0.5", "warning"), ("0.0005", "ok")])
+def test_the_cap_and_what_the_daemon_has_measured(tmp_path: Path, gigabytes: str, verdict: str | None) -> None:
+    with Daemon(tmp_path, cold='url = "file://cold"\nmax_upload_mib_s = 1.0') as daemon, Trainer() as trainer:
+        trainer.connect(daemon.socket)
+        trainer.train(1)
+        trainer.snapshot()
+        trainer.wait_replicated()
+        shown = daemon.tierd("doctor", "--json", "--state-gb", gigabytes, "--every-s", "60")
+        if verdict is None:
+            assert shown.returncode == 2, "less than a byte of state is a mistake"
+            return
+        found = {one["check"]: one for one in msgspec.json.decode(shown.stdout) if one["about"] == "cold"}
+        assert found["upload cap"]["verdict"] == verdict
+        assert "max_upload_mib_s = 1 allows a copy in" in found["upload cap"]["message"]
+        assert "the daemon's copies went at" in found["upload rate"]["message"]

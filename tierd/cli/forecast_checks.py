@@ -1,0 +1,143 @@
+"""The forecast of `tierd doctor`: whether disks, links and memory suffice for a run that has not begun."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierd.config.sections import ColdConfig, Config
+from tierd.format.text import duration, size
+from tierd.lifecycle.forecast import GIB, MONTH_S, Forecast
+from tierd.lifecycle.needs import needs
+from tierd.lifecycle.policy import HOT
+from tierd.status.report import StatusReport
+from tierd.tiers.probe import Advice
+
+ROOM_CHECKPOINTS = 2  # in hot: one is being written, one is being deleted
+FULL_SOON_S = 6 * MONTH_S
+MEASURED_BYTES = 64 << 20
+ROOM_TO_MEASURE = 8
+_GPU = Path("/dev/nvidiactl")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A run that saves `state_bytes` on this node every `interval_s`, which is every `steps` steps."""
+
+    state_bytes: int
+    interval_s: float
+    steps: int
+
+
+def forecast_advice(config: Config, planned: Planned, status: StatusReport | None) -> Iterator[Advice]:
+    """`status`: of the daemon, which has measured its links; None: none answers."""
+    cold = {each.name: each.price_per_gib_month for each in config.cold}
+    found = needs(
+        config.lifecycle,
+        cold=cold,
+        own=config.own_policies,
+        checkpoint_bytes=planned.state_bytes,
+        interval_s=planned.interval_s,
+        steps=planned.steps,
+    )
+    by_tier = {one.tier: one for one in found}
+    yield _space(HOT, config.hot_path, by_tier[HOT], planned, room=ROOM_CHECKPOINTS)
+    yield _disk_rate(HOT, config.hot_path, planned)
+    for tier in config.cold:
+        path = Path(tier.url.removeprefix("file://")) if tier.url.startswith("file://") else None
+        yield _space(tier.name, path, by_tier[tier.name], planned)
+        if path is not None:
+            yield _disk_rate(tier.name, path, planned)
+        yield from _link(tier, planned, status)
+    yield from _memlock(config, planned)
+
+
+def _space(about: str, path: Path | None, need: Forecast, planned: Planned, *, room: int = 0) -> Advice:
+    steady_bytes = (need.steady_gib or 0.0) * GIB + room * planned.state_bytes
+    growth_bytes = (need.growth_gib or 0.0) * GIB
+    message = f"a state of {size(planned.state_bytes)} every {duration(planned.interval_s)} needs {size(steady_bytes)}"
+    if growth_bytes:
+        message += f", and {size(growth_bytes)} more each month, which is kept for good"
+    if need.steady_cost is not None:
+        message += f"; it costs {need.steady_cost:.3g} a month, and each month {need.growth_cost or 0.0:.3g} more"
+    if path is None:
+        return Advice("forecast", about, "ok", message)
+    free_bytes = shutil.disk_usage(_existing(path)).free
+    message += f"; {size(free_bytes)} are free"
+    hint = "keep fewer ([lifecycle]), save less often, or use a larger disk; docs/RUNBOOK.md#disk-full"
+    if steady_bytes > free_bytes:
+        return Advice("forecast", about, "warning", message, hint)
+    if growth_bytes and (full_s := (free_bytes - steady_bytes) / growth_bytes * MONTH_S) < FULL_SOON_S:
+        return Advice("forecast", about, "warning", f"{message}: full in {duration(full_s)}", hint)
+    return Advice("forecast", about, "ok", message)
+
+
+def _disk_rate(about: str, path: Path, planned: Planned) -> Advice:
+    existing = _existing(path)
+    if shutil.disk_usage(existing).free < ROOM_TO_MEASURE * MEASURED_BYTES:
+        return Advice("write rate", about, "note", f"{existing} is too full to be measured")
+    try:
+        bytes_per_s = _measured(existing)
+    except OSError as error:
+        return Advice("write rate", about, "note", f"{existing} could not be measured: {error.strerror}")
+    takes_s = planned.state_bytes / bytes_per_s
+    message = f"{existing} takes {size(bytes_per_s)}/s (64 MiB measured): {duration(takes_s)} for each save"
+    return _rated("write rate", about, message, takes_s, planned)
+
+
+def _measured(folder: Path) -> float:
+    """Bytes per second, with fsync."""
+    piece = os.urandom(1 << 20)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        began_s = time.monotonic()
+        for _ in range(MEASURED_BYTES >> 20):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        return MEASURED_BYTES / max(time.monotonic() - began_s, 1e-6)
+
+
+def _link(tier: ColdConfig, planned: Planned, status: StatusReport | None) -> Iterator[Advice]:
+    """The cap of the config, and what the daemon has measured."""
+    if tier.max_upload_mib_s:
+        takes_s = planned.state_bytes / (tier.max_upload_mib_s * (1 << 20))
+        message = f"max_upload_mib_s = {tier.max_upload_mib_s:g} allows a copy in {duration(takes_s)}"
+        yield _rated("upload cap", tier.name, message, takes_s, planned)
+    reports = [] if status is None else [each for each in status.tiers if each.name == tier.name]
+    copies = [] if status is None else [each for each in status.queues if each.tier == tier.name]
+    for report, queue in zip(reports, copies, strict=False):
+        if queue.copy_s and report.used_bytes and report.checkpoints:
+            bytes_per_s = report.used_bytes / report.checkpoints / queue.copy_s
+            takes_s = planned.state_bytes / bytes_per_s
+            message = f"the daemon's copies went at {size(bytes_per_s)}/s: {duration(takes_s)} for each save"
+            yield _rated("upload rate", tier.name, message, takes_s, planned)
+            return
+    if not tier.url.startswith("file://"):
+        needed = f"{size(planned.state_bytes / planned.interval_s)}/s"
+        message = f"to copy every save, the link must carry {needed}; no copy has shown its rate yet"
+        yield Advice("upload rate", tier.name, "note", message)
+
+
+def _rated(check: str, about: str, message: str, takes_s: float, planned: Planned) -> Advice:
+    if takes_s <= planned.interval_s:
+        return Advice(check, about, "ok", message)
+    message += f", and a save is due every {duration(planned.interval_s)}: some are replaced before they arrive"
+    return Advice(check, about, "warning", message, "save less often; docs/RUNBOOK.md#cold-too-slow")
+
+
+def _memlock(config: Config, planned: Planned) -> Iterator[Advice]:
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    slots_bytes = config.snapshot.slots * planned.state_bytes
+    if _GPU.exists() and limit_bytes != resource.RLIM_INFINITY and limit_bytes < slots_bytes:
+        message = f"memlock is {size(limit_bytes)}, and the slots of such a run are {size(slots_bytes)}"
+        yield Advice("memlock", "machine", "warning", message, "ulimit -l unlimited where the trainer starts")
+
+
+def _existing(path: Path) -> Path:
+    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
