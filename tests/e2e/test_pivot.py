@@ -125,6 +125,50 @@ def test_a_pivot_leaves_the_files_of_a_phase_that_has_begun(daemon: Daemon, tmp_
 
 
 @pytest.mark.parametrize(
+    ("name", "expected"),
+    [("x" * 121 + ".bandit", "cannot be part of a key"), ("a b.bandit", "cannot be part of a key")],
+)
+def test_a_file_that_cannot_be_archived_is_refused_before_the_run_stops(
+    daemon: Daemon, tmp_path: Path, name: str, expected: str
+) -> None:
+    with training(daemon) as (trainer, _, _):
+        (tmp_path / "out" / name).write_text("[1]")
+        refused = daemon.tierd("pivot", "--run", "run", "--name", "phase-1")
+        assert refused.returncode == 2
+        assert expected in refused.stderr
+        assert trainer.is_busy, "it goes on"
+        assert (tmp_path / "out" / name).exists()
+        daemon.tierd("stop", "--run", "run")
+        trainer.end()
+
+
+def test_a_file_to_keep_is_never_deleted(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / SAMPLES).write_text("[1]")
+    section = f'[sidecars]\npath = "../out"\nrun = "run"\nkeep = ["*.json"]\nreset = ["{SAMPLES}"]'
+    with Daemon(tmp_path / "house", more=section) as daemon:
+        refused = daemon.tierd("pivot", "--run", "run", "--name", "phase-1")
+    assert refused.returncode == 2
+    assert "fits both [sidecars] keep and reset" in refused.stderr
+    assert (tmp_path / "out" / SAMPLES).exists()
+
+
+def test_a_pivot_stops_no_run_while_a_tier_does_not_answer(daemon: Daemon, tmp_path: Path) -> None:
+    with training(daemon) as (trainer, _, _):
+        wait_until(daemon.cold.exists)
+        daemon.cold.rename(tmp_path / "away")
+        daemon.cold.write_text("no folder")
+        refused = daemon.tierd("pivot", "--run", "run", "--name", "phase-1")
+        assert refused.returncode != 0
+        assert "repeat the command when it answers" in refused.stderr
+        assert trainer.is_busy, "it goes on"
+        daemon.cold.unlink()
+        (tmp_path / "away").rename(daemon.cold)
+        daemon.tierd("stop", "--run", "run")
+        trainer.end()
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["--run", "other", "--name", "a"], "the files of [sidecars] are those of run"),

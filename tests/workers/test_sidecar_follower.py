@@ -167,6 +167,33 @@ async def test_a_tier_that_fails_gets_the_file_later_and_delays_no_other(
     assert (report.behind_s, report.problems) == (0.0, [])
 
 
+@pytest.mark.parametrize("grown", [b"", b"c\nd\ne\nf\n"])
+async def test_a_tier_that_answers_late_and_has_another_past_keeps_it(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch, grown: bytes
+) -> None:
+    """As on a new node whose training begins its file anew while cold does not answer."""
+    followed.file.write_bytes(b"1\n2\n3\n")
+    await followed.settle()
+    hot, cold = followed.rooms.context.hot, followed.rooms.context.cold["cold"]
+    await hot.store.delete([each.key for each in await followed.segments("hot")])
+    followed.file.write_bytes(b"a\nb\n")
+    followed.restart()
+
+    async def no_list(*_: object, **__: object) -> list[object]:
+        raise TierUnreachable("list: no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cold.store, "list", no_list)
+        await followed.settle(3)
+    with followed.file.open("ab") as file:
+        file.write(grown)
+    report = await followed.settle(200 // 6)
+    assert report.rewritten == {NAME: 1}
+    assert await followed.content("cold", version=1) == b"1\n2\n3\n"
+    assert await followed.content("cold", version=2) == b"a\nb\n" + grown
+    assert await followed.content("hot", version=2) == b"a\nb\n" + grown
+
+
 async def test_segments_that_disappear_are_written_again(followed: Followed, now_s: list[float]) -> None:
     followed.file.write_bytes(b"1\n2\n")
     await followed.settle()

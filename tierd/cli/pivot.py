@@ -24,7 +24,7 @@ from tierd.config.sections import Config
 from tierd.errors import BadConfig, BadRequest, DaemonUnreachable, Transient
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, check_run
-from tierd.format.sidecar import Segment, parse_segment, segment_prefix
+from tierd.format.sidecar import Segment, is_file_name, parse_segment, segment_prefix
 from tierd.tiers.pool import ThreadPool
 from tierd.transfer.sidecar_copy import (
     FileChanged,
@@ -61,14 +61,11 @@ async def pivot(
     layout.milestone_file(name)  # raises before anything is done
     chosen = check_run(run)
     folder = _folder(config, chosen)
+    _check_files(config, folder)
     if not await _is_marked(settings, chosen, name):
         _stop(config, chosen, wait_s)
     async with open_tiers(settings) as tiers:
-        if tiers.check_reachable():
-            raise Transient(
-                f"pivot {run}: a tier cannot be listed, so the files of the phase would not be safe there",
-                hint="repeat the command when it answers: what was done stays done",
-            )
+        _check_reachable(tiers, chosen)
         checkpoint, names = await _milestone(settings, tiers, chosen, name)
         archived = await _archive(tiers, chosen, name, folder, config) if folder is not None else {}
     report = PivotReport(
@@ -97,9 +94,34 @@ def _folder(config: Config, run: Run) -> Path | None:
     return Path(sidecars.path)
 
 
+def _check_files(config: Config, folder: Path | None) -> None:
+    """Raises BadRequest for a file that cannot be archived, before anything is done."""
+    kept = set(followed_files(folder, config.sidecars.keep)) if folder is not None else set[str]()
+    for file in followed_files(folder, config.sidecars.reset) if folder is not None else ():
+        if file in kept:
+            raise BadRequest(
+                f"pivot: {file} fits both [sidecars] keep and reset",
+                hint="the files of keep are never deleted: make the patterns narrower; nothing was done",
+            )
+        if not is_file_name(file):
+            raise BadRequest(
+                f"pivot: {file} cannot be part of a key, so it cannot be archived",
+                hint="rename it: letters, digits, '.', '_' and '-', at most 120 of them; nothing was done",
+            )
+
+
+def _check_reachable(tiers: OpenedTiers, run: Run) -> None:
+    """Raises Transient unless all tiers were listed."""
+    if tiers.check_reachable():
+        raise Transient(
+            f"pivot {run}: a tier cannot be listed, so the files of the phase would not be safe there",
+            hint="repeat the command when it answers: what was done stays done",
+        )
+
+
 async def _is_marked(settings: Settings, run: Run, name: str) -> bool:
     async with open_tiers(settings) as tiers:
-        tiers.check_reachable()
+        _check_reachable(tiers, run)
         return _marked(tiers, run, name) is not None
 
 
@@ -208,5 +230,6 @@ def _print(report: PivotReport) -> None:
     where = ", ".join(report.tiers)
     print_result(f"{report.run} step {report.step} (generation {report.generation}) is {report.milestone} in {where}")
     for file, size_bytes in report.archived.items():
-        print_result(f"archived {file} ({size(size_bytes)}) and deleted it in its folder")
+        what = f"archived {file} ({size(size_bytes)})" if size_bytes else f"{file} is empty: nothing to archive,"
+        print_result(f"{what} and deleted it in its folder")
     print_result(f"the next start of {report.run} begins a new phase from there")

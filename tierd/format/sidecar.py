@@ -162,4 +162,4 @@ def decode_segment(segment: Segment, raw: bytes, *, keyring: Keyring | None, whe
     return content, header.after
 
 
-_HINT = "another tier may have it whole: `tierd sidecars --from TIER`"
+_HINT = "another tier may have it whole: `tierd sidecars --tier TIER`"

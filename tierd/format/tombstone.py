@@ -15,3 +15,11 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
     deleted: bool = True
     save: str = ""
     deletion: str = ""
+
+
+def decode(raw: bytes) -> Tombstone | None:
+    """None for what is no tombstone, whatever it is."""
+    try:
+        return msgspec.json.decode(raw, type=Tombstone)
+    except (msgspec.DecodeError, ValueError, RecursionError):  # ValueError: not UTF-8
+        return None

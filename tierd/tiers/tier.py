@@ -10,17 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from tierd.errors import Foreign, NotFound, Retained, TierdError, TierUnreachable, Unsupported
 from tierd.failpoints import failpoint
-from tierd.format import layout
+from tierd.format import layout, tombstone
 from tierd.format.claim import Claim, decode_claim
 from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest, encode_marker
 from tierd.format.signature import Keyring
-from tierd.format.tombstone import Tombstone
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.cache import Fingerprint, ManifestCache
 from tierd.tiers.deletion import Deletion
@@ -29,7 +26,6 @@ from tierd.tiers.store import Store, StoredObject
 from tierd.tiers.tier_listing import Listing
 
 MARKERS_AT_ONCE = 256  # read in one call; each has 64 KiB at most
-UNDECODABLE = (msgspec.DecodeError, ValueError, RecursionError)  # ValueError: not UTF-8
 CLAIMS_KEPT = 16  # more than daemons that may claim at once, each from the same listing
 
 
@@ -298,15 +294,15 @@ class Tier(ReadableTier):
         return await self.bury(deletion.checkpoint, deletion.save, deletion.token) or await self._is_own(deletion)
 
     async def _is_own(self, deletion: Deletion) -> bool:
-        with suppress(Foreign, *UNDECODABLE):
-            raw = await self._marker(layout.file_key(deletion.checkpoint, layout.GONE))
-            return msgspec.json.decode(raw, type=Tombstone).deletion == deletion.token
+        with suppress(Foreign):
+            found = tombstone.decode(await self._marker(layout.file_key(deletion.checkpoint, layout.GONE)))
+            return found is not None and found.deletion == deletion.token
         return False
 
     async def bury(self, checkpoint: CheckpointId, save: str = "", token: str = "") -> bool:
         """From now on the folder holds no checkpoint, whatever is written into it. `save`: the digest of what is
         deleted; empty if it is not known. `token`: see Deletion. False if there was a tombstone."""
-        content = encode_marker(Tombstone(save=save, deletion=token))
+        content = encode_marker(tombstone.Tombstone(save=save, deletion=token))
         with suppress(Foreign):  # one that somebody else has put there counts for nothing, and delays nothing
             return await self.put_marker(layout.file_key(checkpoint, layout.GONE), content)
         return True
@@ -335,9 +331,8 @@ class Tier(ReadableTier):
             keys = [layout.file_key(checkpoint, layout.GONE) for checkpoint in batch]
             raws = await self.store.get_many(keys, size_max=MARKER_BYTES_MAX)
             for checkpoint, raw in zip(batch, raws, strict=True):
-                with suppress(*UNDECODABLE):
-                    if isinstance(raw, bytes):
-                        found[checkpoint] = msgspec.json.decode(raw, type=Tombstone).save
+                if isinstance(raw, bytes) and (decoded := tombstone.decode(raw)) is not None:
+                    found[checkpoint] = decoded.save
         return found
 
     async def mark_milestone(self, checkpoint: CheckpointId, milestone: str, created_at: str) -> None:

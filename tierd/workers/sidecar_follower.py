@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -40,11 +40,13 @@ FILES_MAX = 100
 @dataclass(slots=True)
 class _Followed:
     """`key`: of the file when all tiers had it. `held`, `digest`: how much of it is known to be in a tier, and its
-    digest. `version`: 0 until a tier was listed. `other_s`: since when its past is different. `changed_s`: since when
-    it has something that a tier may lack. `not_before_s`: when it is read next at the earliest."""
+    digest. `version`: 0 until a tier was listed. `compared`: the tiers whose content was compared with the file since
+    the start. `other_s`: since when its past is different. `changed_s`: since when it has something that a tier may
+    lack. `not_before_s`: when it is read next at the earliest."""
 
     key: tuple[int, ...] = ()
     version: int = 0
+    compared: frozenset[str] = frozenset()
     held: int = 0
     digest: str = ""
     other_s: float | None = None
@@ -188,20 +190,28 @@ class SidecarFollower:
     async def _copy_file(self, name: str, followed: _Followed, stored: dict[str, list[Segment]]) -> None:
         of_file = {tier: [each for each in segments if each.file == name] for tier, segments in stored.items()}
         newest = max((each.version for segments in of_file.values() for each in segments), default=0)
-        if not followed.version:
-            followed.version = max(newest, 1)
-            followed.held, followed.digest = _furthest(of_file.values(), followed.version)
+        # A tier that did not answer before may have another past of the file, or a later version.
+        first = {tier: of_file[tier] for tier in of_file.keys() - followed.compared}
+        newest_there = max((each.version for segments in first.values() for each in segments), default=0)
+        if newest_there > followed.version or not followed.version:
+            followed.version, followed.held, followed.digest = max(newest_there, 1), 0, ""
         version = followed.version
+        pasts = {_reached(segments, version) for segments in first.values()} | {(followed.held, followed.digest)}
         own = {tier: [each for each in segments if each.version == version] for tier, segments in of_file.items()}
-        offsets = {followed.held, *(at for segments in own.values() for at in SidecarCopy.offsets(segments))}
+        offsets = {
+            *(end for end, _ in pasts),
+            *(at for segments in own.values() for at in SidecarCopy.offsets(segments)),
+        }
         state = await self._pool.query(read_state, self._path / name, offsets)
-        if followed.held and not state.has(followed.held, followed.digest):
-            if not self._is_rewritten(name, followed, state):
+        others = [end for end, digest in pasts if end and not state.has(end, digest)]
+        if others:
+            if not self._is_rewritten(name, followed, state, max(others)):
                 return
             followed.version = max(newest, version) + 1
             followed.held, followed.digest = 0, ""
             own = {tier: [] for tier in own}
         followed.other_s = None
+        followed.compared |= of_file.keys()
         followed.size = state.size
         copied: set[str] = set()
         for tier, segments in own.items():
@@ -214,17 +224,18 @@ class SidecarFollower:
             followed.key, followed.changed_s = state.key, None
             followed.checked_s = self._context.monotonic_s()
 
-    def _is_rewritten(self, name: str, followed: _Followed, state: FileState) -> bool:
-        """Whether the file has had another past for long enough. Then the alarm is raised."""
+    def _is_rewritten(self, name: str, followed: _Followed, state: FileState, held: int) -> bool:
+        """Whether the file has had another past for long enough. Then the alarm is raised. `held`: how many bytes of
+        its former content are known to be in a tier."""
         now_s = self._context.monotonic_s()
         if followed.other_s is None:
             followed.other_s = now_s
         if now_s - followed.other_s < REWRITTEN_S:
             return False
-        if state.size < followed.held:
-            what = f"it has {state.size} bytes, and had {followed.held}"
+        if state.size < held:
+            what = f"it has {state.size} bytes, and had {held}"
         else:
-            what = f"its first {followed.held} bytes are not what they were"
+            what = f"its first {held} bytes are not what they were"
         error = Corrupt(
             f"copy {self._path / name}: {what}",
             hint=f"its former content stays as version {followed.version}: `tierd sidecars --run {self._run}`; "
@@ -250,11 +261,7 @@ class SidecarFollower:
         self._context.metrics.sidecar_lag_seconds.labels(self._run).set(round(max(behind, default=0.0), 3))
 
 
-def _furthest(stored: Iterable[list[Segment]], version: int) -> tuple[int, str]:
-    """How far the segments of a version reach in the tier that has most of it, and the digest up to there."""
-    reached = (0, "")
-    for segments in stored:
-        path = chain([each for each in segments if each.version == version and not each.is_tail])
-        if path:
-            reached = max(reached, (path[-1].end, path[-1].after))
-    return reached
+def _reached(segments: list[Segment], version: int) -> tuple[int, str]:
+    """How far the segments of a version reach, and the digest up to there."""
+    path = chain([each for each in segments if each.version == version and not each.is_tail])
+    return (path[-1].end, path[-1].after) if path else (0, "")
