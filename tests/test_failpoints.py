@@ -64,6 +64,7 @@ WITHOUT: dict[tuple[str, str], str] = {
     ("tierd/transfer/sidecar_output.py", "*"): "a command: the file is linked to its name when it is whole",
     ("tierd/transfer/source_removal.py", "*"): "it is renamed first, and the next start deletes what is left",
     ("tierd/transfer/atomic_output.py", "*"): "commands only: tests/transfer/test_atomic_output.py kills them",
+    ("tierd/tiers/probe.py", "write_rate"): "`tierd doctor`, which writes a temporary file of its own",
     ("tierd/s3/probe.py", "*"): "`tierd doctor`, which writes objects of its own",
 }
 """(file, function) without a failpoint, or (file, "*"), and why none is needed."""

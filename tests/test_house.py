@@ -60,6 +60,7 @@ DOORS = {
             "tierd/transfer/adopted_output.py": "the folder of another program",
             "tierd/transfer/source_removal.py": "what was adopted, where the config says so",
             "tierd/transfer/sidecar_output.py": "a sidecar file that a command writes",
+            "tierd/tiers/probe.py": "a temporary file, to measure the disk",
         },
     ),
     "file system changes": Door(

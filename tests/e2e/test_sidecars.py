@@ -16,6 +16,7 @@ from tests.support.s3 import BUCKET, ENVIRONMENT
 from tests.support.waiting import wait_until
 
 NAME = ".loss.json"
+FOLLOWING = {"sidecar.put": 2, "sidecar.delete": 1}  # failpoints, and at which hit the daemon is killed
 
 
 def following(root: Path, *, failpoints: str = "", bucket: Bucket | None = None) -> Daemon:
@@ -59,7 +60,7 @@ def test_every_line_of_a_history_reaches_cold_once_although_the_daemon_is_killed
         writer.start()
         try:
             while not is_done.is_set():
-                for failpoint in ("", "sidecar.put=kill@2", "sidecar.delete=kill@1", "file.linked=kill@3"):
+                for failpoint in ("", *(f"{name}=kill@{hit}" for name, hit in FOLLOWING.items()), "file.linked=kill@3"):
                     daemon.restart_armed(failpoint)
                     time.sleep(generator.uniform(0.5, 3.0))
         finally:

@@ -21,8 +21,8 @@ from tierd.memory.snapshot_set import SnapshotSet
 from tierd.tiers import checkpoint_copy
 from tierd.tiers.tier import Tier
 from tierd.workers.committer import Committer
+from tierd.workers.leftovers import Leftovers
 from tierd.workers.reaper import Reaper
-from tierd.workers.replicator import Replicator
 
 SEEDS = 3  # each takes one or two seconds
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000")) // 20
@@ -148,7 +148,7 @@ MUTATIONS: dict[str, tuple[object, str, object, set[str]]] = {
     ),
     "each node counts for itself": (SnapshotSet, "make_node_file", number_own_way, {"cold lacks what it keeps"}),
     "nobody commits": (Committer, "run_once", pass_without_work, {"cold lacks what it keeps"}),
-    "nobody clears leftovers": (Replicator, "_clear_leftovers", pass_without_work, {"leftovers stay in cold"}),
+    "nobody clears leftovers": (Leftovers, "clear", pass_without_work, {"leftovers stay in cold"}),
     "parts are deleted at once": (Reaper, "run_once", evict_all, {"hot deleted a part that its policy keeps"}),
     "shards are deleted first": (
         Tier,

@@ -575,3 +575,27 @@ async def test_a_loss_is_reported_after_a_deletion_that_failed_and_is_not_planne
     shutil.rmtree(rooms.folder("cold", kept))
     await rooms.list_tiers("cold")
     assert rooms.count("tierd_lost_checkpoints_total", tier="cold") == 1.0
+
+
+async def test_a_failed_eviction_for_room_that_has_deleted_the_manifest_is_no_loss(rooms: Rooms) -> None:
+    """The policy keeps the checkpoint, so it is not planned any more. A listing may come at any time afterwards."""
+    worker = reaper(rooms)
+    await worker.run_once()
+    hot, evicted = rooms.context.hot, CheckpointId(RUN, 300, 1)  # type: ignore[arg-type]
+    real_delete = hot.store.delete
+
+    async def delete_the_manifest_only(keys: Sequence[str]) -> None:
+        if not keys[0].endswith("manifest.json"):
+            raise TierUnreachable("delete: Input/output error")
+        await real_delete(keys)
+
+    hot.store.delete = delete_the_manifest_only  # type: ignore[method-assign]
+    assert await worker.make_room(1) == 0
+    hot.store.delete = real_delete  # type: ignore[method-assign]
+    assert evicted in hot.deleting
+    assert await worker.run_once()
+    assert not hot.deleting
+    await rooms.list_tiers()
+    assert rooms.count("tierd_lost_checkpoints_total", tier="hot") == 0.0
+    assert rooms.steps("hot") == [500, 400]
+    assert rooms.steps("cold") == [500, 400, 300]

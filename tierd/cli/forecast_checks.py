@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +14,7 @@ from tierd.lifecycle.forecast import GIB, MONTH_S, Forecast
 from tierd.lifecycle.needs import needs
 from tierd.lifecycle.policy import HOT
 from tierd.status.report import StatusReport
-from tierd.tiers.probe import Advice
+from tierd.tiers.probe import Advice, write_rate
 
 ROOM_CHECKPOINTS = 2  # in hot: one is being written, one is being deleted
 FULL_SOON_S = 6 * MONTH_S
@@ -83,24 +80,12 @@ def _disk_rate(about: str, path: Path, planned: Planned) -> Advice:
     if shutil.disk_usage(existing).free < ROOM_TO_MEASURE * MEASURED_BYTES:
         return Advice("write rate", about, "note", f"{existing} is too full to be measured")
     try:
-        bytes_per_s = _measured(existing)
+        bytes_per_s = write_rate(existing, MEASURED_BYTES)
     except OSError as error:
         return Advice("write rate", about, "note", f"{existing} could not be measured: {error.strerror}")
     takes_s = planned.state_bytes / bytes_per_s
     message = f"{existing} takes {size(bytes_per_s)}/s (64 MiB measured): {duration(takes_s)} for each save"
     return _rated("write rate", about, message, takes_s, planned)
-
-
-def _measured(folder: Path) -> float:
-    """Bytes per second, with fsync."""
-    piece = os.urandom(1 << 20)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        began_s = time.monotonic()
-        for _ in range(MEASURED_BYTES >> 20):
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-        return MEASURED_BYTES / max(time.monotonic() - began_s, 1e-6)
 
 
 def _link(tier: ColdConfig, planned: Planned, status: StatusReport | None) -> Iterator[Advice]:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -64,6 +65,18 @@ def probe_directory(about: str, path: Path, *, is_hot: bool) -> Iterator[Advice]
         return
     if is_hot:
         yield _filesystem(about, existing)
+
+
+def write_rate(folder: Path, count_bytes: int) -> float:
+    """Bytes per second of a temporary file in `folder`, with fsync. Raises OSError."""
+    piece = os.urandom(1 << 20)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        began_s = time.monotonic()
+        for _ in range(count_bytes >> 20):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        return count_bytes / max(time.monotonic() - began_s, 1e-6)
 
 
 def probe_exposure(about: str, path: Path, access: Access) -> Iterator[Advice]:

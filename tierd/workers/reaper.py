@@ -24,6 +24,7 @@ from tierd.failpoints import failpoint
 from tierd.format import audit, layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.lifecycle.policy import HOT, Action, Decision
+from tierd.tiers.tier import Tier
 from tierd.workers.hot_space import MakeRoom, no_room
 
 log = logging.getLogger("tierd")
@@ -175,11 +176,27 @@ class Reaper:
                     try:
                         if checkpoint in tier.deleting and await tier.keep_marked(checkpoint):
                             self._context.notify.relist(tier.name)
+                        elif checkpoint in tier.deleting:
+                            await self._drop_if_begun(tier, checkpoint)
                         tier.deleting.pop(checkpoint, None)
                     except TierdError as error:
                         failed_tiers.add(tier.name)
                         self._context.incidents.record(self.name, error, checkpoint)
                         break
+
+    async def _drop_if_begun(self, tier: Tier, checkpoint: CheckpointId) -> None:
+        """A deletion that failed after the manifest was gone has deleted the replica, also where the plan does not have
+        it any more: hot evicts what its policy keeps while it has no room. Only files without a manifest are left."""
+        names = await files_of(tier, checkpoint)
+        if layout.MANIFEST in names or (tier.name == HOT and layout.node_files(names)):
+            return
+        entry = self._catalog.get(checkpoint)
+        is_last = entry is None or not entry.tiers - {tier.name}
+        deletion = audit.Action.EXPIRED if is_last else audit.Action.EVICTED
+        self._catalog.drop(checkpoint, tier.name)
+        self._context.notify.space_freed()
+        reason = "its deletion failed after the manifest was deleted"
+        self._context.audit.record(deletion, checkpoint=checkpoint, tier=tier.name, reason=reason)
 
     async def _list_again(self, run: Run, failed_tiers: set[str]) -> None:
         """The first listings may be hours old, if there is much to delete."""
