@@ -26,6 +26,7 @@ sys.argv[0] = "tierd"
 main()
 """
 ROUTES = ("/", "/metrics", "/healthz", "/readyz", "/api/v1/status", "/api/v1/checkpoints", "/api/v1/lifecycle")
+PAGES = ("/runs/run", f"/runs/run/{6:012}-g0001", "/static/page.css", "/static/live.js")
 
 
 async def test_a_call_that_blocks_the_event_loop_is_refused(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_daemon_makes_no_blocking_call_from_its_start_to_its_end(tmp_path: Path)
         wait_until(lambda: daemon.steps("hot") == daemon.steps("cold") == [4, 5, 6], "the deletions")
         wait_until(lambda: daemon.metric('tierd_scrubbed_checkpoints_total{proof="deep",tier="cold"}') > 0, "the scrub")
         wait_until(lambda: daemon.metric('tierd_drill_restore_seconds{tier="cold"}') > 0, "a drill")
-        assert [daemon.request(route)[0] for route in ROUTES] == [200] * len(ROUTES)
+        assert [daemon.request(route)[0] for route in (*ROUTES, *PAGES)] == [200] * len(ROUTES + PAGES)
         daemon.signal(signal.SIGHUP)
         daemon.wait_log("SIGHUP: ")
         # A checkpoint that is only in cold is fetched into hot.

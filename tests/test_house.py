@@ -432,7 +432,8 @@ def test_folders_are_at_most_two_levels_deep() -> None:
 # ── tests mirror the code ──
 
 TESTED_THROUGH: dict[str, str] = {
-    "tierd/api/status_page.py": "api/test_operator.py",
+    "tierd/api/gauges.py": "api/test_operator.py",
+    "tierd/web/pages.py": "api/test_web_pages.py",
     "client/tierd_client/connection.py": "client/test_client.py",
     "client/tierd_client/generation.py": "client/test_client.py",
     "client/tierd_client/log.py": "client/test_session.py",

@@ -27,6 +27,7 @@ from tierd.api.operator import Operator
 from tierd.api.packets import open_listener
 from tierd.api.peer_parts import SERVED, PeerParts
 from tierd.api.trainer import TrainerDoor
+from tierd.api.web_pages import WebPages
 from tierd.audit import AuditTrail, TrailFiles
 from tierd.cadences import Cadences
 from tierd.catalog.catalog import Catalog
@@ -216,7 +217,9 @@ class _Daemon:
             log.warning("copies of other nodes' parts are left in %s: nothing reads them without peers.listen", where)
         await self._door.admission.secrets.load()
         listener = open_listener(self._config.daemon.socket, self._config.socket_access)
-        http = HttpServer(self._operator.app(), self._config)
+        app = self._operator.app()
+        WebPages(self._operator).add_to(app)
+        http = HttpServer(app, self._config)
         try:
             await http.start()
             if self._peers is not None:

@@ -1,4 +1,4 @@
-"""The daemon's HTTP server: /metrics, /healthz, /readyz, a status page and read-only JSON.
+"""The daemon's HTTP server: /metrics, /healthz, /readyz and read-only JSON; the reports also for the status pages.
 
 Every answer is derived from the catalog, the memory tier and the incidents at the moment of the request, so status and
 metrics cannot disagree. Nothing here changes anything; with `?fresh`, the status waits for new listings of the tiers,
@@ -8,9 +8,7 @@ with `?nodes` for the other nodes of each run.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 
@@ -19,25 +17,29 @@ from aiohttp import web
 from msgspec import UNSET
 
 import tierd
+from tierd.api.gauges import refresh_gauges
 from tierd.api.queue_reports import queue_reports
-from tierd.api.status_page import render
 from tierd.catalog.decisions import halted, to_reap
 from tierd.catalog.entry import Entry
 from tierd.context import DaemonContext
-from tierd.format.ids import Run, is_run, parse_name
+from tierd.format.ids import CheckpointId, Run, is_run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.format.text import printable, printable_json
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY
-from tierd.memory.outcomes import ENDED_RECENT_S
 from tierd.memory.progress import Pause
 from tierd.memory.slot import SlotState
-from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX
 from tierd.status.alarm_rules import alarms
-from tierd.status.checkpoint_report import checkpoint_report, checkpoint_rows, read_diagnosis
+from tierd.status.checkpoint_report import (
+    CheckpointReport,
+    CheckpointRow,
+    checkpoint_report,
+    checkpoint_rows,
+    read_diagnosis,
+)
 from tierd.status.disks import free_bytes, on_disk_of
-from tierd.status.lifecycle_report import lifecycle_report
+from tierd.status.lifecycle_report import PlannedAction, lifecycle_report
 from tierd.status.report import (
     LOOK_S,
     CadenceReport,
@@ -48,7 +50,6 @@ from tierd.status.report import (
     PartnerReport,
     RunReport,
     StatusReport,
-    age_s,
     awaited_report,
     costs_report,
     everywhere_report,
@@ -93,7 +94,6 @@ class Operator:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=4096)
-        app.router.add_get("/", self._page)
         app.router.add_get("/metrics", self._metrics_text)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
@@ -103,11 +103,10 @@ class Operator:
         app.router.add_get("/api/v1/lifecycle", self._lifecycle)
         return app
 
-    async def status(self, *, with_nodes: bool = False) -> StatusReport:
-        """`with_nodes`: with what the other nodes of the runs answer."""
+    async def status(self, *, with_nodes: bool = False, nodes_of: str = "") -> StatusReport:
+        """`with_nodes`: with what the other nodes of the runs answer; `nodes_of`: of this run."""
         status = await self._status_now()
-        if with_nodes:
-            await asyncio.gather(*map(self._add_roster, status.runs))
+        await asyncio.gather(*(self._add_roster(run) for run in status.runs if with_nodes or run.run == nodes_of))
         status.alarms = alarms(status, self._now())
         return status
 
@@ -236,6 +235,37 @@ class Operator:
         newest = next(iter(copies.of_run(run)), None) if copies is not None else None
         return newest and newest_part_report(newest, self._now())
 
+    def rows(self, run: Run | None = None) -> list[CheckpointRow]:
+        """As `tierd ls` shows them."""
+        diagnoses = {one.id: (one.diagnosis, one.node) for one in self._memory.complete()}
+        # That this node's part is healthy says nothing about the others.
+        health = {c: of.healthy for c, (of, node) in diagnoses.items() if of and not (node and of.healthy)}
+        return checkpoint_rows(self._catalog, run, in_memory=self._in_memory(), health=health)
+
+    def parents(self, run: Run | None = None) -> dict[CheckpointId, CheckpointId | None]:
+        """The checkpoint that each one continues."""
+        in_memory = {manifest.id: manifest.parent for manifest in self._in_memory() if run in (None, manifest.run)}
+        return in_memory | {entry.id: entry.manifest.parent for entry in self._catalog.entries(run)}
+
+    def planned(self, run: Run) -> list[PlannedAction]:
+        """What the lifecycle does with each checkpoint of the run, also what it keeps, and why."""
+        return lifecycle_report(self._catalog, self._context.config, run, is_explained=True).planned
+
+    async def report(self, run: str, name: str) -> CheckpointReport | None:
+        """As `tierd show` shows it. None if there is none of this name."""
+        checkpoint = parse_name(Run(run), name)
+        in_memory = next((manifest for manifest in self._in_memory() if manifest.id == checkpoint), None)
+        entry = self._catalog.get(checkpoint) if checkpoint else None
+        if entry is None and in_memory is not None:
+            entry = Entry(in_memory.id, in_memory)
+        if entry is None:
+            return None
+        snapshot_set = self._memory.find(entry.id)
+        diagnosis = (snapshot_set and snapshot_set.diagnosis) or await read_diagnosis(entry, self._context.tiers)
+        is_whole_in_memory = in_memory is not None and not isinstance(in_memory, NodeFile)
+        whole_in = [tier for tier in self._context.tiers if tier in entry.tiers and not entry.is_part_in(tier)]
+        return checkpoint_report(self._catalog, entry, [MEMORY] * is_whole_in_memory + whole_in, diagnosis, in_memory)
+
     def _in_memory(self) -> list[Manifest]:
         """The memory tier's checkpoints as manifests, and parts as node files. Sizes are exact; checksums may be
         missing."""
@@ -246,96 +276,10 @@ class Operator:
             for one in self._memory.complete()
         ]
 
-    async def refresh_gauges(self) -> None:
-        """Set every gauge from the current status."""
-        metrics, now = self._context.metrics, self._now()
-        status = await self.status()
-        # No await from here on: two concurrent scrapes must not see each other's cleared gauges.
-        for gauge in (
-            metrics.last_committed_step,
-            metrics.last_committed_timestamp_seconds,
-            metrics.checkpoints,
-            metrics.everywhere_age_seconds,
-            metrics.peer_lag_seconds,
-            metrics.commit_missing_ranks,
-            metrics.unhealthy_checkpoints,
-            metrics.tier_free_bytes,
-            metrics.run_state,
-            metrics.run_pause_seconds,
-            metrics.run_pause_limit_seconds,
-        ):
-            gauge.clear()
-        shown = self._runs_with_series(status.runs)
-        metrics.keep_runs(shown)
-        for run in status.runs:
-            if run.run not in shown:
-                continue
-            metrics.begin_run(run.run)
-            metrics.unhealthy_checkpoints.labels(run.run).set(len(run.unhealthy_steps))
-            if run.state is not None and (run.ended_age_s or 0.0) < ENDED_RECENT_S:
-                metrics.run_state.labels(run.run, run.state).set(1)
-            if run.pause is not None:
-                metrics.run_pause_seconds.labels(run.run).set(run.pause.seconds)
-                metrics.run_pause_limit_seconds.labels(run.run).set(run.pause.limit_s)
-            everywhere = run.nodes.everywhere if run.nodes is not UNSET else None
-            if everywhere is not None and everywhere.age_s is not None:
-                metrics.everywhere_age_seconds.labels(run.run).set(everywhere.age_s)
-            if run.nodes is not UNSET:
-                for name in self._context.cold:
-                    awaited = run.nodes.awaited.get(name)
-                    metrics.commit_missing_ranks.labels(run.run, name).set(len(awaited.ranks) if awaited else 0)
-            if (lag_s := self._peer_lag_s(Run(run.run))) is not None:
-                metrics.peer_lag_seconds.labels(run.run).set(lag_s)
-            for tier, newest in run.tiers.items():
-                if newest is None or tier == MEMORY:
-                    continue
-                metrics.last_committed_step.labels(run.run, tier).set(newest.step)
-                age = age_s(newest.created_at, now)
-                if age is not None:
-                    metrics.last_committed_timestamp_seconds.labels(run.run, tier).set(now.timestamp() - age)
-        for tier in status.tiers:
-            metrics.tier_used_bytes.labels(tier.name).set(tier.used_bytes or 0)
-            if tier.free_bytes is not None:
-                metrics.tier_free_bytes.labels(tier.name).set(tier.free_bytes)
-            metrics.damaged_checkpoints.labels(tier.name).set(len(self._catalog.tiers[tier.name].damaged))
-            manifests = self._catalog.manifests_in(tier.name)
-            counts = Counter(manifest.run if manifest.run in shown else OTHER_RUNS for manifest in manifests)
-            for run in {*shown, *counts}:
-                metrics.checkpoints.labels(run, tier.name).set(counts[run])
-        for queue in status.queues:
-            metrics.queue_checkpoints.labels(queue.tier).set(queue.checkpoints)
-            metrics.queue_oldest_age_seconds.labels(queue.tier).set(queue.oldest_age_s)
-            if (committed_at_s := self._context.copies[queue.tier].committed_at_s) is not None:
-                metrics.last_copy_timestamp_seconds.labels(queue.tier).set(committed_at_s)
-        metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
-        for state, count in status.slots.items():
-            metrics.slots.labels(state).set(count)
-        foreign = Counter(tier for tier, _ in self._catalog.foreign())
-        for tier in self._catalog.tiers:
-            metrics.foreign_checkpoints.labels(tier).set(foreign[tier])
-        metrics.newer_generations.set(len(self._context.newer_generations()))
-        reasons = {halt.reason for halt in halted(self._catalog)}
-        for reason in HALT_REASONS:
-            metrics.halted.labels(reason).set(reason in reasons)
-
-    def _runs_with_series(self, reports: Sequence[RunReport]) -> set[str]:
-        """The runs with trainers or slots, then those with the newest checkpoint; at most RUNS_MAX."""
-        in_memory = set(self._memory.runs())
-
-        def age(report: RunReport) -> tuple[bool, float]:
-            parts = report.nodes.parts if report.nodes is not UNSET else {}
-            ages_s = [newest.age_s for newest in (*report.tiers.values(), *parts.values()) if newest is not None]
-            return report.run not in in_memory, min((each for each in ages_s if each is not None), default=math.inf)
-
-        def is_live(report: RunReport) -> bool:
-            return report.run in in_memory or report.nodes is not UNSET or any(report.tiers.values())
-
-        return {report.run for report in sorted(filter(is_live, reports), key=age)[:RUNS_MAX]}
-
     # ── routes ──
 
     async def _metrics_text(self, _: web.Request) -> web.Response:
-        await self.refresh_gauges()
+        refresh_gauges(self._context, await self.status(), self._peer_lag_s)
         body, content_type = self._context.metrics.render()
         return web.Response(body=body, headers={"Content-Type": content_type})
 
@@ -362,35 +306,17 @@ class Operator:
 
     async def _checkpoints(self, request: web.Request) -> web.Response:
         run = request.query.get("run")
-        diagnoses = {one.id: (one.diagnosis, one.node) for one in self._memory.complete()}
-        # That this node's part is healthy says nothing about the others.
-        health = {c: of.healthy for c, (of, node) in diagnoses.items() if of and not (node and of.healthy)}
-        in_memory = self._in_memory()
-        rows = checkpoint_rows(self._catalog, Run(run) if run else None, in_memory=in_memory, health=health)
-        return _json(rows)
+        return _json(self.rows(Run(run) if run else None))
 
     async def _checkpoint(self, request: web.Request) -> web.Response:
         run, name = request.match_info["run"], request.match_info["name"]
-        checkpoint = parse_name(Run(run), name) if is_run(run) else None
-        in_memory = next((manifest for manifest in self._in_memory() if manifest.id == checkpoint), None)
-        entry = self._catalog.get(checkpoint) if checkpoint else None
-        if entry is None and in_memory is not None:
-            entry = Entry(in_memory.id, in_memory)
-        if entry is None:
+        report = await self.report(run, name) if is_run(run) else None
+        if report is None:
             return _json({"error": f"there is no checkpoint {run}/{name}"}, status=404)
-        snapshot_set = self._memory.find(entry.id)
-        diagnosis = (snapshot_set and snapshot_set.diagnosis) or await read_diagnosis(entry, self._context.tiers)
-        is_whole_in_memory = in_memory is not None and not isinstance(in_memory, NodeFile)
-        whole_in = [tier for tier in self._context.tiers if tier in entry.tiers and not entry.is_part_in(tier)]
-        return _json(
-            checkpoint_report(self._catalog, entry, [MEMORY] * is_whole_in_memory + whole_in, diagnosis, in_memory)
-        )
+        return _json(report)
 
     async def _lifecycle(self, _: web.Request) -> web.Response:
         return _json(lifecycle_report(self._catalog, self._context.config))
-
-    async def _page(self, _: web.Request) -> web.Response:
-        return web.Response(text=render(await self.status()), content_type="text/html")
 
 
 def _json(content: object, status: int = 200) -> web.Response:

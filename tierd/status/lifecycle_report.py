@@ -7,7 +7,7 @@ import msgspec
 from tierd.catalog.catalog import Catalog
 from tierd.catalog.decisions import decisions, forecasts
 from tierd.config.sections import Config
-from tierd.format.ids import Run
+from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.lifecycle.forecast import Forecast
 from tierd.lifecycle.policy import Action
 
@@ -21,6 +21,10 @@ class PlannedAction(msgspec.Struct, kw_only=True):
     tier: str
     action: str
     reason: str
+
+    @property
+    def id(self) -> CheckpointId:
+        return checkpoint_id(self.run, self.step, self.generation)
 
 
 class LifecycleReport(msgspec.Struct, kw_only=True):

@@ -1,0 +1,113 @@
+"""The status pages of a real daemon after a real training, in a real Chromium."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.browser import Browser, axe_core, browser
+from tests.support.daemon import Daemon
+from tests.support.web_scene import LAST, MILESTONE, RUN, trained_run
+from tests.support.wire_peer import Peer
+from tierd.format import wire
+
+TAB = ("Tab", 9)
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with trained_run(tmp_path_factory.mktemp("scene")) as daemon:
+        yield daemon
+
+
+def paths(daemon: Daemon) -> list[str]:
+    return ["/", f"/runs/{RUN}", f"/runs/{RUN}/{LAST:012}-g0002", "/runs/none"]
+
+
+async def text_of(tab: Browser, selector: str) -> str:
+    return await tab.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
+
+
+async def test_pages_lead_to_each_other_and_load_nothing_from_elsewhere(daemon: Daemon) -> None:
+    async with browser() as tab:
+        await tab.open(f"{daemon.url}/")
+        assert f"{LAST}" in await text_of(tab, f"[id='run-{RUN}']")
+        await tab.evaluate(f"document.querySelector('a[href=\"/runs/{RUN}\"]').click()")
+        await tab.wait(f"document.title == 'run {RUN}'")
+        await tab.evaluate("document.querySelector('#checkpoints a').click()")
+        await tab.wait(f"document.title == 'step {LAST} of {RUN}'")
+        assert f"tierd restore --run {RUN} --step {LAST} --generation 2" in await text_of(tab, "#about")
+        assert {url.split("/")[2] for url in tab.requests if not url.startswith("data:")} == {
+            daemon.url.removeprefix("http://")
+        }
+        assert tab.errors == []
+
+
+async def test_picture_shows_tiers_the_milestone_the_unhealthy_step_and_the_branch(daemon: Daemon) -> None:
+    async with browser() as tab:
+        await tab.open(f"{daemon.url}/runs/{RUN}")
+        titles = await tab.evaluate("[...document.querySelectorAll('#timeline title')].map(each => each.textContent)")
+        assert f"step {MILESTONE}, generation 1: milestone best" in titles
+        assert f"step {LAST}, generation 2: checkpoint" in titles
+        assert any(title.endswith(": unhealthy") for title in titles)
+        assert await tab.evaluate("document.querySelectorAll('#timeline polyline.branch').length") == 2
+        label = await tab.evaluate("document.querySelector('#timeline svg').getAttribute('aria-label')")
+        assert "in hot" in label
+        assert "in region-b" in label
+
+
+async def test_page_follows_the_daemon_without_a_reload_and_keeps_the_focus(tmp_path: Path) -> None:
+    def save(peer: Peer, step: int) -> None:
+        peer.seal(0, step, b"state")
+        assert peer.hear(wire.Persisted).step == step
+
+    with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
+        peer.greet("run")
+        peer.attach(0)
+        save(peer, 111)
+        async with browser() as tab:
+            await tab.open(f"{daemon.url}/")
+            await tab.evaluate("window.isSame = true")
+            await tab.evaluate("document.querySelector('#tiers .scroll').focus()")
+            save(peer, 222)
+            await tab.wait("document.querySelector('#run-run').textContent.includes('222')")
+            assert await tab.evaluate("window.isSame") is True
+            assert await tab.evaluate("document.activeElement.getAttribute('aria-label')") == "Tiers"
+            daemon.signal(signal.SIGSTOP)
+            try:
+                await tab.wait("!document.getElementById('silent').hidden")
+            finally:
+                daemon.signal(signal.SIGCONT)
+            await tab.wait("document.getElementById('silent').hidden")
+
+
+async def test_page_is_used_by_keyboard(daemon: Daemon) -> None:
+    async with browser() as tab:
+        await tab.open(f"{daemon.url}/")
+        await tab.press(*TAB)
+        assert await tab.evaluate("document.activeElement.textContent") == "Skip to the content"
+        reached: list[str] = []
+        for _ in range(8):
+            await tab.press(*TAB)
+            reached.append(await tab.evaluate("document.activeElement.textContent.trim()"))
+        assert RUN in reached
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+async def test_nothing_is_cut_off_and_axe_core_finds_nothing(daemon: Daemon, tmp_path: Path, width: int) -> None:
+    axe = axe_core(tmp_path)
+    async with browser() as tab:
+        for path in paths(daemon):
+            for is_dark in (False, True):
+                await tab.emulate(width=width, is_dark=is_dark)
+                await tab.open(f"{daemon.url}{path}")
+                assert await tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+                await tab.evaluate(f"{axe}; true")
+                found = await tab.evaluate(
+                    "axe.run().then(all => all.violations.map(each => each.id + ': ' + each.nodes[0].html))"
+                )
+                assert found == [], path

@@ -1,0 +1,138 @@
+"""A real headless Chromium, steered over the DevTools protocol. Skips the test where there is none.
+
+https://chromedevtools.github.io/devtools-protocol/
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    *("--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--remote-debugging-port=0"),
+)
+DEADLINE_S = 60.0
+
+
+class Browser:
+    """One tab. `errors`: what its console said at the level of an error, and exceptions of scripts. `requests`: the
+    URLs that it has asked for."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._ids = itertools.count(1)
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+        number = next(self._ids)
+        await self._socket.send_json({"id": number, "method": method, "params": params})
+        while True:
+            message = await self._hear()
+            if message.get("id") == number:
+                assert "error" not in message, message["error"]
+                return message["result"]
+
+    async def _hear(self) -> dict[str, Any]:
+        message = json.loads(await self._socket.receive_str(timeout=DEADLINE_S))
+        params = message.get("params", {})
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.errors.append(str(params["exceptionDetails"]))
+        elif message.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+        elif message.get("method") == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+        return message
+
+    async def open(self, url: str) -> None:
+        """Returns when the page is loaded."""
+        await self.call("Page.navigate", url=url)
+        while (await self._hear()).get("method") != "Page.loadEventFired":
+            pass
+
+    async def evaluate(self, script: str) -> Any:
+        """The value of a JavaScript expression, which may be a promise."""
+        result = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
+
+    async def wait(self, script: str) -> None:
+        """Until the expression is true."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not await self.evaluate(script):
+                await asyncio.sleep(0.1)
+
+    async def emulate(self, *, width: int = 1280, is_dark: bool = False) -> None:
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        await self.call("Emulation.setDeviceMetricsOverride", **metrics)
+        feature = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+        await self.call("Emulation.setEmulatedMedia", features=[feature])
+
+    async def press(self, key: str, code: int) -> None:
+        """`code`: the virtual key code of Windows, which the protocol needs."""
+        for kind in ("keyDown", "keyUp"):
+            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+
+    async def screenshot(self) -> bytes:
+        """A PNG of the whole page."""
+        shot = await self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        return base64.b64decode(shot["data"])
+
+
+@asynccontextmanager
+async def browser() -> AsyncIterator[Browser]:
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    if program is None:
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
+    # Chromium writes there as long as any of its processes lives.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        flags = [*FLAGS, f"--user-data-dir={profile}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+        process = await asyncio.create_subprocess_exec(program, *flags, "about:blank", stderr=subprocess.DEVNULL)
+        try:
+            port = await _port(Path(profile, "DevToolsActivePort"))
+            async with aiohttp.ClientSession() as session:
+                async with session.get(f"http://127.0.0.1:{port}/json") as answer:
+                    tabs = await answer.json()
+                url = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
+                async with session.ws_connect(url, max_msg_size=0) as socket:
+                    tab = Browser(socket)
+                    for domain in ("Page", "Runtime", "Log", "Network"):
+                        await tab.call(f"{domain}.enable")
+                    yield tab
+        finally:
+            process.kill()
+            await process.wait()
+
+
+async def _port(file: Path) -> str:
+    async with asyncio.timeout(DEADLINE_S):
+        while not file.exists() or not file.read_text():  # noqa: ASYNC240 - a few bytes
+            await asyncio.sleep(0.05)
+    return file.read_text().split()[0]  # noqa: ASYNC240
+
+
+def axe_core(folder: Path) -> str:
+    """The source of axe-core, which looks for what is not accessible. Skips the test where npm cannot give it."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("no npm, which has axe-core")
+    command = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(folder), "axe-core@4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    if done.returncode:
+        pytest.skip(f"npm cannot install axe-core: {done.stderr[-200:]}")
+    return (folder / "node_modules/axe-core/axe.min.js").read_text()

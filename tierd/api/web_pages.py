@@ -1,0 +1,62 @@
+"""The routes of the status pages: all runs, one run, one checkpoint, and the files that they need."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import PurePath
+
+from aiohttp import web
+
+from tierd.api.operator import Operator
+from tierd.format.ids import CheckpointId, Run, is_run
+from tierd.web import pages
+
+
+class WebPages:
+    """Each answer is made from the operator's reports at the moment of the request."""
+
+    def __init__(self, operator: Operator) -> None:
+        self._operator = operator
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_get("/", self._overview)
+        app.router.add_get("/runs/{run}", self._run)
+        app.router.add_get("/runs/{run}/{name}", self._checkpoint)
+        app.router.add_get("/static/{file}", self._static)
+
+    async def _overview(self, _: web.Request) -> web.Response:
+        status = await self._operator.status()
+        return await _page(pages.overview_page, status, self._operator.rows(), self._operator.parents())
+
+    async def _run(self, request: web.Request) -> web.Response:
+        name = request.match_info["run"]
+        status = await self._operator.status(nodes_of=name)
+        report = next((run for run in status.runs if run.run == name), None)
+        if report is None:
+            return await _page(pages.missing_page, status, f"run {name}", code=404)
+        run = Run(name)
+        return await _page(pages.run_page, status, report, self._operator.rows(run), self._operator.parents(run))
+
+    async def _checkpoint(self, request: web.Request) -> web.Response:
+        run, name = request.match_info["run"], request.match_info["name"]
+        status = await self._operator.status()
+        report = await self._operator.report(run, name) if is_run(run) else None
+        if report is None:
+            return await _page(pages.missing_page, status, f"checkpoint {run}/{name}", code=404)
+        checkpoint: CheckpointId = report.manifest.id
+        planned = [each for each in self._operator.planned(checkpoint.run) if each.id == checkpoint]
+        return await _page(pages.checkpoint_page, status, report, planned)
+
+    async def _static(self, request: web.Request) -> web.Response:
+        name = request.match_info["file"]
+        if name not in pages.FILES:
+            raise web.HTTPNotFound
+        kind = pages.TYPES[PurePath(name).suffix]
+        return web.Response(body=pages.FILES[name], content_type=kind, charset="utf-8", headers=pages.HEADERS)
+
+
+async def _page(render: Callable[..., str], *reports: object, code: int = 200) -> web.Response:
+    """Rendered in a thread: with many checkpoints it takes longer than the event loop should stand still."""
+    html = await asyncio.to_thread(render, *reports)
+    return web.Response(text=html, status=code, content_type="text/html", headers=pages.HEADERS)
