@@ -123,6 +123,7 @@ DOORS = {
         modules=frozenset({"aiohttp"}),
         files={
             "tierd/api/operator.py": "the routes",
+            "tierd/api/web_pages.py": "the routes of the status pages",
             "tierd/api/http_server.py": "opens and closes it",
             "tierd/api/port_occupant.py": "asks what has its port",
             "tierd/api/peer_parts.py": "the route for other nodes",

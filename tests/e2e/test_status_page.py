@@ -62,21 +62,22 @@ async def test_picture_shows_tiers_the_milestone_the_unhealthy_step_and_the_bran
 
 async def test_page_follows_the_daemon_without_a_reload_and_keeps_the_focus(tmp_path: Path) -> None:
     def save(peer: Peer, step: int) -> None:
-        peer.seal(0, step, b"state")
+        peer.seal(step % 2, step, b"state")
         assert peer.hear(wire.Persisted).step == step
 
-    with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
-        peer.greet("run")
-        peer.attach(0)
-        save(peer, 111)
-        async with browser() as tab:
+    async with browser() as tab:
+        with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
+            peer.greet("run")
+            peer.attach(0)
+            peer.attach(1)
+            save(peer, 111)
             await tab.open(f"{daemon.url}/")
             await tab.evaluate("window.isSame = true")
             await tab.evaluate("document.querySelector('#tiers .scroll').focus()")
             save(peer, 222)
             await tab.wait("document.querySelector('#run-run').textContent.includes('222')")
             assert await tab.evaluate("window.isSame") is True
-            assert await tab.evaluate("document.activeElement.getAttribute('aria-label')") == "Tiers"
+            assert await tab.evaluate("document.activeElement.getAttribute('aria-label')") == "Table: Tiers"
             daemon.signal(signal.SIGSTOP)
             try:
                 await tab.wait("!document.getElementById('silent').hidden")

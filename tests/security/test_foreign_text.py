@@ -178,7 +178,8 @@ def test_no_text_from_outside_reaches_a_log_a_terminal_or_a_page_as_it_is(tmp_pa
         speak(daemon)
         status = daemon.get("/api/v1/status?fresh=1")
         assert status["failures"], "the evil text must have reached the status"
-        for path in ("/", "/api/v1/status", "/api/v1/checkpoints", "/api/v1/lifecycle", "/metrics", "/readyz"):
+        pages = ("/", "/runs/run", "/runs/run/000000000100-g0001", "/runs/run/000000000101-g0001")
+        for path in (*pages, "/api/v1/status", "/api/v1/checkpoints", "/api/v1/lifecycle", "/metrics", "/readyz"):
             text = daemon.request(path)[1].decode()
             assert_harmless(text, path)
             assert "<script>" not in text or path.startswith("/api"), path
