@@ -13,8 +13,8 @@ from tierd.errors import Retained
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.tiers.tier import Tier
-from tierd.workers.reaper import Retentions
 from tierd.workers.recovery import clear_uncommitted, uncommitted_files
+from tierd.workers.retentions import Retentions
 
 log = logging.getLogger("tierd")
 
