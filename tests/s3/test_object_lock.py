@@ -21,7 +21,7 @@ from tierd.format import layout
 from tierd.format.ids import Generation, Rank, checkpoint_id
 from tierd.s3.store import S3Store
 from tierd.tiers.tier import Tier
-from tierd.workers import reaper
+from tierd.workers import retentions
 from tierd.workers.reaper import Reaper
 
 LATER = datetime.now(UTC) + timedelta(days=30)
@@ -155,7 +155,7 @@ async def test_retained_checkpoint_is_deleted_after_its_retention(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run has ended and nothing else wakes the reaper."""
-    monkeypatch.setattr(reaper, "RETENTION_S_MAX", 0.0)
+    monkeypatch.setattr(retentions, "RETENTION_S_MAX", 0.0)
     house.served.locked[house.key(100, layout.MANIFEST)] = LATER
     assert await house.reaper.run_once()
     assert house.steps() == [100, 500]

@@ -23,7 +23,8 @@ from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.lifecycle.policy import Action, deletions
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import StoredObject
-from tierd.workers.reaper import RETENTION_S_MAX, RETENTION_S_MIN, Reaper, Retentions
+from tierd.workers.reaper import Reaper
+from tierd.workers.retentions import RETENTION_S_MAX, RETENTION_S_MIN, Retentions
 
 STEPS = (100, 200, 300, 400, 500)
 
@@ -598,4 +599,34 @@ async def test_a_failed_eviction_for_room_that_has_deleted_the_manifest_is_no_lo
     await rooms.list_tiers()
     assert rooms.count("tierd_lost_checkpoints_total", tier="hot") == 0.0
     assert rooms.steps("hot") == [500, 400]
+    assert not rooms.folder("hot", evicted).exists(), "its shards would fill the disk until the next start"
     assert rooms.steps("cold") == [500, 400, 300]
+
+
+async def test_what_a_failed_deletion_has_left_in_hot_is_deleted_when_the_disk_works_again(rooms: Rooms) -> None:
+    """Also of one that the policy had planned, where a listing comes before the next attempt. Until it has ended,
+    nothing is reported as lost."""
+    hot, expired = rooms.context.hot, CheckpointId(RUN, 100, 1)  # type: ignore[arg-type]
+    real_delete = hot.store.delete
+    is_broken = True
+
+    async def delete_manifests_only(keys: Sequence[str]) -> None:
+        await real_delete(keys[:1])
+        if is_broken and len(keys) > 1:
+            raise TierUnreachable("delete: Input/output error")
+
+    hot.store.delete = delete_manifests_only  # type: ignore[method-assign]
+    worker = reaper(rooms)
+    for _ in range(3):
+        assert not await worker.run_once()
+        await rooms.list_tiers()
+    assert rooms.folder("hot", expired).exists()
+    is_broken = False
+    hot.store.delete = real_delete  # type: ignore[method-assign]
+    while not await worker.run_once():
+        pass
+    assert not rooms.folder("hot", expired).exists()
+    assert not hot.deleting
+    await rooms.list_tiers()
+    assert rooms.count("tierd_lost_checkpoints_total", tier="hot") == 0.0
+    assert rooms.steps("hot") == [500, 400, 300]

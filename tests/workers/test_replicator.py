@@ -421,3 +421,61 @@ async def test_first_pass_sweeps_what_killed_writers_left_in_a_cold_directory(ro
     left.write_bytes(b"half")
     assert await rooms.replicator().run_once()
     assert not left.exists()
+
+
+@pytest.mark.parametrize("refused", ["delete", "remove_unfinished"])
+async def test_leftovers_that_cannot_be_deleted_delay_no_copy(rooms: Rooms, refused: str) -> None:
+    """The credential may not delete, or a folder is another user's. The others are still cleared."""
+    await rooms.commit("hot", "cold", step=900, generation=2)
+    for step in (100, 200, 300):
+        leave_uncommitted(rooms, (await rooms.commit("cold", step=step)).id, age_s=2 * DAY_S)
+    await rooms.commit("hot", step=1000, generation=2, sequence=2)
+    await rooms.look()
+    store = rooms.cold["cold"].store
+    delete = store.delete
+
+    async def refuse(keys: Sequence[str]) -> None:
+        if "000200" in keys[0]:
+            raise TierUnreachable(f"delete {keys[0]}: access denied")
+        await delete(keys)
+
+    async def refuse_all(*_: object, **options: object) -> int:
+        raise TierUnreachable("look for abandoned uploads: access denied")
+
+    if refused == "delete":
+        store.delete = refuse  # type: ignore[method-assign]
+    else:
+        store.remove_unfinished = refuse_all  # type: ignore[method-assign]
+    worker = rooms.replicator()
+    for _ in range(4):
+        assert await worker.run_once()
+    assert rooms.steps("cold") == [1000, 900]
+    left = [step for step in (100, 200, 300) if rooms.folder("cold", checkpoint_id(RUN, step, 1)).exists()]
+    assert left == ([200] if refused == "delete" else [])
+    assert [incident["count"] for incident in rooms.incidents.recent()] == [1], "once in a sweep"
+
+
+async def test_a_marker_that_cannot_be_written_delays_neither_copies_nor_other_markers(rooms: Rooms) -> None:
+    for step in (100, 200, 300):
+        await rooms.commit("hot", "cold", step=step, sequence=step)
+        await rooms.hot.mark_milestone(checkpoint_id(RUN, step, 1), "best", "now")
+    await rooms.commit("hot", step=1000, sequence=1000)
+    await rooms.look()
+    cold = rooms.cold["cold"]
+    put_bytes = cold.store.put_bytes
+    is_refused = True
+
+    async def refuse(key: str, content: bytes, *, if_absent: bool = False) -> bool:
+        if is_refused and "000200" in key:
+            raise TierUnreachable(f"write {key}: permission denied")
+        return await put_bytes(key, content, if_absent=if_absent)
+
+    cold.store.put_bytes = refuse  # type: ignore[method-assign]
+    worker = rooms.replicator()
+    for _ in range(2):
+        assert not await worker.run_once()
+    assert rooms.steps("cold") == [1000, 300, 200, 100]
+    is_refused = False
+    assert await worker.run_once()
+    listing = await cold.listing()
+    assert [listing.milestones(checkpoint_id(RUN, step, 1)) for step in (100, 200, 300)] == 3 * [{"best"}]

@@ -9,12 +9,12 @@ import logging
 
 from tierd.catalog.decisions import pending
 from tierd.context import DaemonContext
-from tierd.errors import Retained
+from tierd.errors import Retained, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run
 from tierd.tiers.tier import Tier
-from tierd.workers.reaper import Retentions
 from tierd.workers.recovery import clear_uncommitted, uncommitted_files
+from tierd.workers.retentions import Retentions
 
 log = logging.getLogger("tierd")
 
@@ -33,6 +33,7 @@ class Leftovers:
         self._retentions = Retentions()
         self._swept_at_s = float("-inf")
         self._left: list[CheckpointId] = []  # to be looked at in this sweep
+        self._has_failed = False  # in this sweep
         self._to_copy: set[CheckpointId] = set()
         self._local_runs: set[Run] = set()
 
@@ -41,7 +42,8 @@ class Leftovers:
         return bool(self._left or self._catalog.tiers[self._cold.name].partial) and self._is_sweep_due()
 
     async def clear(self) -> None:
-        """Raises as `Store.list` and `Store.delete`; the next call goes on."""
+        """What cannot be deleted, for example because a credential may not, is reported once and waits for the next
+        sweep: it delays no copy."""
         if not self._is_sweep_due():
             return
         now_s = self._context.monotonic_s()
@@ -50,10 +52,15 @@ class Leftovers:
         if not self._left:
             self._retentions.forget_due(now_s=now_s)
             self._left = [*self._catalog.tiers[self._cold.name].partial] if self._cold.deletes else []
+            self._has_failed = False
         cleared = 0
         while self._left and cleared < CLEARED_MAX:
-            cleared += await self._clear_if_abandoned(self._left[-1], now_s=now_s)
-            self._left.pop()
+            checkpoint = self._left.pop()
+            try:
+                cleared += await self._clear_if_abandoned(checkpoint, now_s=now_s)
+            except TierdError as error:
+                self._report(error, checkpoint)
+                break
         if self._left:
             return
 
@@ -62,10 +69,18 @@ class Leftovers:
             return checkpoint is not None and self._is_abandoned(checkpoint)
 
         # S3 bills the parts of unfinished uploads too. An abort deletes no object, so a tier without deletions has it.
-        removed = await self._cold.store.remove_unfinished(is_abandoned_key, grace_s=GRACE_S)
         self._swept_at_s = now_s
-        if removed:
-            log.info("removed %d unfinished uploads from %s", removed, self._cold.name)
+        try:
+            if removed := await self._cold.store.remove_unfinished(is_abandoned_key, grace_s=GRACE_S):
+                log.info("removed %d unfinished uploads from %s", removed, self._cold.name)
+        except TierdError as error:
+            self._report(error)
+
+    def _report(self, error: TierdError, checkpoint: CheckpointId | None = None) -> None:
+        """Once in a sweep."""
+        if not self._has_failed:
+            self._has_failed = True
+            self._context.incidents.record("replicate", error, checkpoint)
 
     def _is_sweep_due(self) -> bool:
         return self._context.monotonic_s() - self._swept_at_s >= self._context.config.limits.cold_list_interval_s

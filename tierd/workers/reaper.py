@@ -10,7 +10,6 @@ worker elsewhere, without a hot tier.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection
 from functools import partial
 
@@ -26,13 +25,13 @@ from tierd.format.ids import CheckpointId, Run
 from tierd.lifecycle.policy import HOT, Action, Decision
 from tierd.tiers.tier import Tier
 from tierd.workers.hot_space import MakeRoom, no_room
+from tierd.workers.recovery import clear_uncommitted
+from tierd.workers.retentions import Retentions
 
 log = logging.getLogger("tierd")
 
 _HINT = "this replica stays, and the scrub or `tierd verify --repair` repairs the other one"
 _GIVEN_UP_HINT = "copies are slower than the checkpoints that are kept; see docs/RUNBOOK.md#copies-given-up"
-RETENTION_S_MIN = 60.0
-RETENTION_S_MAX = 24 * 3600.0  # someone may remove a lock early
 
 
 class Reaper:
@@ -176,20 +175,25 @@ class Reaper:
                     try:
                         if checkpoint in tier.deleting and await tier.keep_marked(checkpoint):
                             self._context.notify.relist(tier.name)
-                        elif checkpoint in tier.deleting:
-                            await self._drop_if_begun(tier, checkpoint)
+                        elif checkpoint in tier.deleting and not await self._drop_if_begun(tier, checkpoint):
+                            continue
                         tier.deleting.pop(checkpoint, None)
                     except TierdError as error:
                         failed_tiers.add(tier.name)
                         self._context.incidents.record(self.name, error, checkpoint)
                         break
 
-    async def _drop_if_begun(self, tier: Tier, checkpoint: CheckpointId) -> None:
+    async def _drop_if_begun(self, tier: Tier, checkpoint: CheckpointId) -> bool:
         """A deletion that failed after the manifest was gone has deleted the replica, also where the plan does not have
-        it any more: hot evicts what its policy keeps while it has no room. Only files without a manifest are left."""
+        it any more: hot evicts what its policy keeps while it has no room. Only files without a manifest are left. In
+        hot nobody else deletes those before the next start. False if they stay there for now."""
         names = await files_of(tier, checkpoint)
         if layout.MANIFEST in names or (tier.name == HOT and layout.node_files(names)):
-            return
+            return True
+        if tier.name == HOT:
+            if self._context.memory.find(checkpoint) is not None:
+                return False  # the persister may be writing the same files
+            await clear_uncommitted(tier, checkpoint)
         entry = self._catalog.get(checkpoint)
         is_last = entry is None or not entry.tiers - {tier.name}
         deletion = audit.Action.EXPIRED if is_last else audit.Action.EVICTED
@@ -197,6 +201,7 @@ class Reaper:
         self._context.notify.space_freed()
         reason = "its deletion failed after the manifest was deleted"
         self._context.audit.record(deletion, checkpoint=checkpoint, tier=tier.name, reason=reason)
+        return True
 
     async def _list_again(self, run: Run, failed_tiers: set[str]) -> None:
         """The first listings may be hours old, if there is much to delete."""
@@ -371,26 +376,3 @@ class Reaper:
             except TierdError as error:
                 return error.message
         return ""
-
-
-class Retentions:
-    """Replicas that a store refuses to delete for some time (S3's Object Lock), and when to try again."""
-
-    def __init__(self) -> None:
-        self._until_s: dict[tuple[str, CheckpointId], float] = {}
-
-    def add(self, tier: str, checkpoint: CheckpointId, error: Retained, *, now_s: float) -> None:
-        pause_s = min(max(error.remaining_s, RETENTION_S_MIN), RETENTION_S_MAX)
-        self._until_s[tier, checkpoint] = now_s + pause_s
-
-    def holds(self, tier: str, checkpoint: CheckpointId, *, now_s: float) -> bool:
-        return self._until_s.get((tier, checkpoint), -math.inf) > now_s
-
-    def forget_due(self, *, now_s: float) -> None:
-        """Before a pass: also forgets replicas that nobody will try to delete again."""
-        self._until_s = {replica: until_s for replica, until_s in self._until_s.items() if until_s > now_s}
-
-    @property
-    def due_s(self) -> float:
-        """When the first deletion may be tried again; inf when there is none."""
-        return min(self._until_s.values(), default=math.inf)

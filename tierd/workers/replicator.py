@@ -96,7 +96,7 @@ class Replicator:
         if not self._catalog.tiers[self._cold.name].is_known:
             return True  # nothing is written where another place may be mounted
         await self._leftovers.clear()
-        await self._mark()
+        is_marked = await self._mark()
         tried: set[CheckpointId] = set()
         while untried := [c for c in self._pending() if c not in tried]:
             checkpoint = self._next(untried)
@@ -122,9 +122,9 @@ class Replicator:
                     self._context.metrics.verify_failures_total.labels(tier=self._hot.name).inc()
                 self._context.incidents.record(self.name, error, checkpoint)
         self._failures = Counter({failed: self._failures[failed] for failed in tried & self._failures.keys()})
-        if not self._failures and self._copy is None and not self._awaits_verdicts:
+        if is_marked and not self._failures and self._copy is None and not self._awaits_verdicts:
             self._done_at = began_at
-        return not self._failures
+        return is_marked and not self._failures
 
     def _pending(self) -> list[CheckpointId]:
         """What is to be copied, in the order of the plan, without the parts that are still being examined, and what a
@@ -276,10 +276,11 @@ class Replicator:
 
     # ── markers ──
 
-    async def _mark(self) -> None:
+    async def _mark(self) -> bool:
         """Copy the markers that this tier's replicas lack: a marker in one tier holds in all. One that cannot be
-        written, because a foreign one has its name, is reported once and does not delay the others."""
-        for entry in self._catalog.entries():
+        written, because a foreign one has its name, is reported once and does not delay the others. False after another
+        error: the next pass tries again, that one last."""
+        for entry in sorted(self._catalog.entries(), key=lambda entry: entry.id in self._unmarked):
             if not self._lacks_marker(entry):
                 continue
             async with self._context.lock(entry.id):  # no marker is written after a deletion
@@ -292,7 +293,12 @@ class Replicator:
                     if entry.id not in self._unmarked:
                         self._unmarked.add(entry.id)
                         self._context.incidents.record(self.name, error, entry.id)
+                except TierdError as error:
+                    self._unmarked.add(entry.id)
+                    self._context.incidents.record(self.name, error, entry.id)
+                    return False  # the tier may be down: then the copies fail too
         self._unmarked &= {entry.id for entry in self._catalog.entries()}
+        return True
 
     def _lacks_marker(self, entry: Entry) -> bool:
         name = self._cold.name
