@@ -120,6 +120,7 @@ def _check_reachable(tiers: OpenedTiers, run: Run) -> None:
 
 
 async def _is_marked(settings: Settings, run: Run, name: str) -> bool:
+    """Whether a former pivot has set the milestone. Raises Transient unless all tiers were listed: the run goes on."""
     async with open_tiers(settings) as tiers:
         _check_reachable(tiers, run)
         return _marked(tiers, run, name) is not None
@@ -132,12 +133,13 @@ def _marked(tiers: OpenedTiers, run: Run, name: str) -> CheckpointId | None:
 
 
 def _stop(config: Config, run: Run, wait_s: float) -> None:
-    """Nothing is done if no trainer is attached."""
+    """Stop the run. If no trainer is attached there is nothing to stop: its newest checkpoint ends the phase."""
     try:
         reports = daemon_http.find(config).status.runs
     except DaemonUnreachable as error:
         raise DaemonUnreachable(
-            f"pivot {run}: {error.message}", hint="without the daemon nobody knows whether the run has ended"
+            f"pivot {run}: {error.message}",
+            hint="start the daemon: without it, nobody knows whether trainers still write",
         ) from error
     report = next((each for each in reports if each.run == run), None)
     if report is None or report.state != "running":
