@@ -50,4 +50,17 @@ def test_the_cap_and_what_the_daemon_has_measured(tmp_path: Path, gigabytes: str
         found = {one["check"]: one for one in msgspec.json.decode(shown.stdout) if one["about"] == "cold"}
         assert found["upload cap"]["verdict"] == verdict
         assert "max_upload_mib_s = 1 allows a copy in" in found["upload cap"]["message"]
-        assert "the daemon's copies went at" in found["upload rate"]["message"]
+        assert found["upload rate"]["verdict"] == "note"
+        assert "too small to show the rate" in found["upload rate"]["message"], "a copy of some kB is all latency"
+
+
+def test_copies_of_large_checkpoints_show_the_rate(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon, Trainer(width=170_000) as trainer:  # 71 MB
+        trainer.connect(daemon.socket)
+        trainer.train(1)
+        trainer.snapshot()
+        trainer.wait_replicated()
+        shown = daemon.tierd("doctor", "--json", "--state-gb", "0.001", "--every-s", "600")
+    found = {one["check"]: one for one in msgspec.json.decode(shown.stdout) if one["about"] == "cold"}
+    assert found["upload rate"]["verdict"] == "ok", found["upload rate"]["message"]
+    assert "the daemon's copies went at" in found["upload rate"]["message"]

@@ -124,6 +124,29 @@ def test_a_pivot_leaves_the_files_of_a_phase_that_has_begun(daemon: Daemon, tmp_
     assert (out / SAMPLES).exists()
 
 
+def test_a_start_without_a_checkpoint_is_no_next_phase_and_marks_nothing(daemon: Daemon, tmp_path: Path) -> None:
+    """It may have written into the files of the phase, so they are not those of the newest checkpoint."""
+    out = tmp_path / "out"
+    with training(daemon) as (trainer, _, _):
+        wait_until((out / SAMPLES).exists, "the samples")
+        daemon.tierd("stop", "--run", "run")
+        trainer.end()
+    with Trainer() as crashed:
+        crashed.connect(daemon.socket)
+        crashed.restore()
+        crashed.kill()
+    wait_until(lambda: daemon.json("status")["runs"][0]["state"] == "lost")
+    refused = daemon.tierd("pivot", "--run", "run", "--name", "phase-1")
+    assert refused.returncode == 2
+    assert "generation 2 has begun and has no checkpoint" in refused.stderr
+    assert (out / SAMPLES).exists()
+    assert [each["milestone"] for each in daemon.json("ls")] == [None]
+    with training(daemon) as (trainer, _, _):
+        report = daemon.json("pivot", "--run", "run", "--name", "phase-1")
+        assert (report["step"], report["generation"]) == (trainer.end(), 3)
+    assert not (out / SAMPLES).exists()
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("x" * 121 + ".bandit", "cannot be part of a key"), ("a b.bandit", "cannot be part of a key")],

@@ -339,6 +339,43 @@ async def test_forged_marker_does_not_count_and_is_not_overwritten(rooms: Rooms,
     assert path_of(rooms, "cold", checkpoint, name).read_bytes() == forged
 
 
+async def test_a_forged_removal_ends_no_milestone(rooms: Rooms) -> None:
+    checkpoint = await persist(rooms, 100, milestone="best")
+    path_of(rooms, "cold", checkpoint, "removed-milestone-best.json").write_bytes(encode_marker({}))
+    await rooms.list_tiers()
+    entry = rooms.catalog.get(checkpoint)
+    assert entry is not None
+    assert entry.all_milestones == {"best"}
+    assert ("cold", f"{layout.checkpoint_prefix(checkpoint)}removed-milestone-best.json") in rooms.catalog.foreign()
+    await rooms.hot.unmark_milestone(checkpoint, "best", "now")
+    await rooms.list_tiers()
+    entry = rooms.catalog.get(checkpoint)
+    assert entry is not None
+    assert entry.all_milestones == frozenset(), "a signed one, in any tier, ends it"
+
+
+async def test_without_a_key_a_removal_in_one_tier_ends_the_milestone_in_all(tmp_path: Path) -> None:
+    """Whoever can write to one cold tier can thus have its checkpoint deleted everywhere."""
+    lifecycle = LifecycleConfig(hot=TierPolicy(keep_last=1, milestones=True), cold=ColdPolicy(keep_last=1))
+    async with rooms_at(tmp_path, cold=("cold", "dr"), lifecycle=lifecycle) as rooms:
+
+        async def settle() -> list[list[int]]:
+            for _ in range(3):  # a replica stays until the others have the removal
+                await rooms.list_tiers()
+                for name in rooms.cold:
+                    await rooms.replicator(name).run_once()
+                await Reaper(rooms.context).run_once()
+            return [rooms.steps(tier) for tier in ("hot", "cold", "dr")]
+
+        await rooms.hot.claim_generation(RUN, Generation(1), Claim.new("here"))
+        kept = await persist(rooms, 100, milestone="best")
+        for step in (200, 300):
+            await persist(rooms, step)
+        assert await settle() == [[300, 100]] * 3
+        path_of(rooms, "cold", kept, "removed-milestone-best.json").write_bytes(b"")
+        assert await settle() == [[300]] * 3
+
+
 async def test_signed_marker_counts_in_every_tier(rooms: Rooms) -> None:
     checkpoint = await persist(rooms, 100, milestone="best")
     await rooms.list_tiers()

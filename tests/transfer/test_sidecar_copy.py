@@ -15,7 +15,7 @@ from tierd.errors import BadRequest, NotFound
 from tierd.format.ids import Run
 from tierd.format.sidecar import SEGMENT_BYTES_MAX, Segment, chain, parse_segment, segment_prefix
 from tierd.tiers.pool import ThreadPool
-from tierd.transfer.sidecar_copy import FileChanged, FileState, SidecarCopy, cuts, read_state
+from tierd.transfer.sidecar_copy import FileChanged, FileState, SidecarCopy, new_spans, read_state
 
 RUN_NAME = Run(RUN)
 
@@ -37,7 +37,7 @@ def path_of(*edges: int) -> list[Segment]:
     ],
 )
 def test_small_segments_are_merged(edges: tuple[int, ...], size: int, expected: list[tuple[int, int]] | None) -> None:
-    found = cuts(path_of(*edges), edges[-1] if edges else 0, size)
+    found = new_spans(path_of(*edges), edges[-1] if edges else 0, size)
     if expected is None:
         expected = [(SEGMENT_BYTES_MAX, 2 * SEGMENT_BYTES_MAX), (2 * SEGMENT_BYTES_MAX, size)]
     assert found == expected
@@ -47,7 +47,7 @@ def test_a_file_that_grows_by_one_byte_has_few_segments_and_is_not_written_too_o
     path: list[Segment] = []
     written = 0
     for size in range(1, 3000):
-        ((begin, end),) = cuts(path, size - 1, size)
+        ((begin, end),) = new_spans(path, size - 1, size)
         path = [each for each in path if each.end <= begin] + path_of(begin, end)
         written += end - begin
         assert len(path) <= size.bit_length()

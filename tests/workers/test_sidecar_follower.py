@@ -167,6 +167,26 @@ async def test_a_tier_that_fails_gets_the_file_later_and_delays_no_other(
     assert (report.behind_s, report.problems) == (0.0, [])
 
 
+async def test_a_slow_tier_does_not_make_the_file_be_read_seldom(
+    followed: Followed, now_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only reading is bounded to a share of the time. An upload of a minute would delay the next copy by 20 minutes."""
+    store = followed.rooms.context.tiers["cold"].store
+    real_put = store.put_bytes
+
+    async def put_bytes(key: str, content: bytes, *, if_absent: bool = False) -> bool:
+        now_s[0] += 60.0
+        return await real_put(key, content, if_absent=if_absent)
+
+    monkeypatch.setattr(store, "put_bytes", put_bytes)
+    followed.file.write_bytes(b"first\n")
+    await followed.settle(1)
+    followed.file.write_bytes(b"first\nsecond\n")
+    await followed.settle(1)
+    for tier in ("hot", "cold"):
+        assert await followed.content(tier) == b"first\nsecond\n"
+
+
 @pytest.mark.parametrize("grown", [b"", b"c\nd\ne\nf\n"])
 async def test_a_tier_that_answers_late_and_has_another_past_keeps_it(
     followed: Followed, monkeypatch: pytest.MonkeyPatch, grown: bytes

@@ -1,7 +1,7 @@
 """`tierd doctor`: checks config, directories, daemon and buckets for common mistakes, and says how to fix them.
 
-Run it as the daemon's user, on the daemon's machine: it checks what that user may do. It changes nothing, except for a
-probe object in each bucket, which it deletes again.
+Run it as the daemon's user, on the daemon's machine: it checks what that user may do. It deletes what it writes: a
+probe object in each bucket, and with `--state-gb` a temporary file on each disk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The forecast of `tierd doctor`: whether disks, links and memory suffice for a run that has not begun."""
+"""The forecast of `tierd doctor --state-gb`: whether disks, links and memory suffice for a run that has not begun."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tierd.tiers.probe import Advice, write_rate
 
 ROOM_CHECKPOINTS = 2  # in hot: one is being written, one is being deleted
 FULL_SOON_S = 6 * MONTH_S
-MEASURED_BYTES = 64 << 20
-ROOM_TO_MEASURE = 8
+MEASURED_BYTES = 64 << 20  # less takes mostly latency, and shows no rate
+ROOM_TO_MEASURE = 8  # times MEASURED_BYTES: a disk with less free space is not filled further
 _GPU = Path("/dev/nvidiactl")
 
 
@@ -35,7 +35,7 @@ class Planned:
 def forecast_advice(config: Config, planned: Planned, status: StatusReport | None) -> Iterator[Advice]:
     """`status`: of the daemon, which has measured its links; None: none answers."""
     cold = {each.name: each.price_per_gib_month for each in config.cold}
-    found = needs(
+    forecasts = needs(
         config.lifecycle,
         cold=cold,
         own=config.own_policies,
@@ -43,7 +43,7 @@ def forecast_advice(config: Config, planned: Planned, status: StatusReport | Non
         interval_s=planned.interval_s,
         steps=planned.steps,
     )
-    by_tier = {one.tier: one for one in found}
+    by_tier = {forecast.tier: forecast for forecast in forecasts}
     yield _space(HOT, config.hot_path, by_tier[HOT], planned, room=ROOM_CHECKPOINTS)
     yield _disk_rate(HOT, config.hot_path, planned)
     for tier in config.cold:
@@ -98,7 +98,12 @@ def _link(tier: ColdConfig, planned: Planned, status: StatusReport | None) -> It
     copies = [] if status is None else [each for each in status.queues if each.tier == tier.name]
     for report, queue in zip(reports, copies, strict=False):
         if queue.copy_s and report.used_bytes and report.checkpoints:
-            bytes_per_s = report.used_bytes / report.checkpoints / queue.copy_s
+            copied_bytes = report.used_bytes / report.checkpoints
+            if copied_bytes < MEASURED_BYTES:
+                message = f"the daemon's copies, of {size(copied_bytes)}, are too small to show the rate"
+                yield Advice("upload rate", tier.name, "note", message)
+                return
+            bytes_per_s = copied_bytes / queue.copy_s
             takes_s = planned.state_bytes / bytes_per_s
             message = f"the daemon's copies went at {size(bytes_per_s)}/s: {duration(takes_s)} for each save"
             yield _rated("upload rate", tier.name, message, takes_s, planned)

@@ -120,6 +120,7 @@ def _check_reachable(tiers: OpenedTiers, run: Run) -> None:
 
 
 async def _is_marked(settings: Settings, run: Run, name: str) -> bool:
+    """Whether a former pivot has set the milestone. Raises Transient unless all tiers were listed: the run goes on."""
     async with open_tiers(settings) as tiers:
         _check_reachable(tiers, run)
         return _marked(tiers, run, name) is not None
@@ -132,12 +133,13 @@ def _marked(tiers: OpenedTiers, run: Run, name: str) -> CheckpointId | None:
 
 
 def _stop(config: Config, run: Run, wait_s: float) -> None:
-    """Nothing is done if no trainer is attached."""
+    """Stop the run. If no trainer is attached there is nothing to stop: its newest checkpoint ends the phase."""
     try:
         reports = daemon_http.find(config).status.runs
     except DaemonUnreachable as error:
         raise DaemonUnreachable(
-            f"pivot {run}: {error.message}", hint="without the daemon nobody knows whether the run has ended"
+            f"pivot {run}: {error.message}",
+            hint="start the daemon: without it, nobody knows whether trainers still write",
         ) from error
     report = next((each for each in reports if each.run == run), None)
     if report is None or report.state != "running":
@@ -151,18 +153,24 @@ def _stop(config: Config, run: Run, wait_s: float) -> None:
 
 async def _milestone(settings: Settings, tiers: OpenedTiers, run: Run, name: str) -> tuple[CheckpointId, list[str]]:
     """The checkpoint that ends the phase, which is marked unless it was before, and the tiers that have the mark.
-    Raises BadRequest if the next phase has begun."""
+    Raises BadRequest if the files in the folder may not be those of this checkpoint: a later generation has begun."""
     marked = _marked(tiers, run, name)
     if marked is None:
-        checkpoint, names = await mark(settings, tiers, parse_query(run, "latest", None), name, dry_run=False)
-    else:
-        checkpoint, names = marked, _tiers_with(tiers, marked, name)
-    if (newest := tiers.catalog.generation_max(run)) > checkpoint.generation:
+        latest = parse_query(run, "latest", None)
+        checkpoint, _ = await mark(settings, tiers, latest, name, dry_run=True)
+        if (newest := tiers.catalog.generation_max(run)) > checkpoint.generation:
+            raise BadRequest(
+                f"pivot {run}: generation {newest} has begun and has no checkpoint: it may have changed the files",
+                hint="start the run again, and repeat when it has trained a step: it stops with a snapshot, which ends "
+                "the phase",
+            )
+        return await mark(settings, tiers, latest, name, dry_run=False)
+    if (newest := tiers.catalog.generation_max(run)) > marked.generation:
         raise BadRequest(
-            f"pivot {run}: generation {newest} has begun since {checkpoint} became the milestone {name}",
+            f"pivot {run}: generation {newest} has begun since {marked} became the milestone {name}",
             hint="its files of [sidecars] reset are those of the next phase, and stay; choose another name to end that",
         )
-    return checkpoint, names
+    return marked, _tiers_with(tiers, marked, name)
 
 
 def _tiers_with(tiers: OpenedTiers, checkpoint: CheckpointId, milestone: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a policy will need in each tier, before there is any checkpoint: from its size and how often it is saved."""
+"""What a policy will need in each tier, before there is any checkpoint: from its size and how often one is saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.lifecycle.forecast import Forecast, forecast
 from tierd.lifecycle.policy import CheckpointView
 
-_ANY = datetime(2025, 1, 1, tzinfo=UTC)
+_ANY_TIME = datetime(2025, 1, 1, tzinfo=UTC)
 
 
 def needs(
@@ -22,8 +22,10 @@ def needs(
     interval_s: float,
     steps: int,
 ) -> list[Forecast]:
-    """By tier, as `forecast` for a run that saves so many bytes every `interval_s` and `steps`. Without milestones,
-    best and unhealthy ones, of which nobody knows the number before."""
+    """The forecast of each tier for a run that saves `checkpoint_bytes` every `interval_s`, which is every `steps`
+    steps. Without milestones, best and unhealthy checkpoints: their number is not known before. `cold`, `own`: as of
+    `forecast`."""
+    # Two, because `forecast` computes the interval and the steps from one checkpoint to the next.
     views = [_saved(number, number * interval_s, number * steps) for number in (1, 2)]
     sizes: dict[CheckpointId, int] = {view.id: checkpoint_bytes for view in views}
     return forecast(views, sizes, policy, cold=cold, own=own)
@@ -36,5 +38,5 @@ def _saved(number: int, at_s: float, step: int) -> CheckpointView:
         milestones=frozenset(),
         healthy=None,
         tiers=frozenset(),
-        created_at=_ANY + timedelta(seconds=at_s),
+        created_at=_ANY_TIME + timedelta(seconds=at_s),
     )

@@ -1,4 +1,4 @@
-"""A deletion of a checkpoint that has begun and not ended, and what is needed to give it up."""
+"""A deletion of a checkpoint that has begun and not ended, with what is needed to put the manifest back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from tierd.format.manifest import decode
 @dataclass(frozen=True, slots=True)
 class Deletion:
     """`key`: of the manifest, which is deleted first; in hot of a node file where there is none. `raw`: its bytes; None
-    if they could not be read: it is deleted, but cannot be put back. `names`: of the files at the beginning.
-    `token`: says in the tombstone which deletion has written it. Only that one deletes the other files."""
+    if they could not be read: it is deleted, but cannot be put back. `names`: of the files when the deletion began.
+    `token`: names this deletion in the tombstone. Only the deletion that the tombstone names deletes the other
+    files."""
 
     checkpoint: CheckpointId
     key: str
@@ -32,8 +33,9 @@ class Deletion:
             return "" if self.raw is None else decode(self.raw, where="a tier", expect=self.checkpoint).save_digest
         return ""
 
-    def missed(self, names: Collection[str]) -> frozenset[str]:
-        """The milestones that were set since; none if the checkpoint cannot be kept. `names`: of the files now."""
+    def milestones_set_since(self, names: Collection[str]) -> frozenset[str]:
+        """Since the deletion began. Empty if the checkpoint cannot be kept: its manifest was not read, or another file
+        is gone. `names`: of the files now."""
         needed = {name for name in self.names if not layout.is_marker(name)} - {self.key.rpartition("/")[2]}
         if self.raw is None or not needed <= set(names):
             return frozenset()

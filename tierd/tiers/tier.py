@@ -273,7 +273,7 @@ class Tier(ReadableTier):
         """As `keep_marked`. The tombstone of another deletion stays: that one may be deleting the files now. If it has
         ended, whoever clears the leftovers finds them all."""
         checkpoint = deletion.checkpoint
-        milestones = deletion.missed(names)
+        milestones = deletion.milestones_set_since(names)
         if deletion.raw is None or not milestones:
             return False
         try:
@@ -290,7 +290,7 @@ class Tier(ReadableTier):
         return True
 
     async def _bury(self, deletion: Deletion) -> bool:
-        """Whether the tombstone is that of this deletion, or one that counts for nothing is there."""
+        """Write the tombstone. True if it is that of this deletion now, or if one is there that counts for nothing."""
         return await self.bury(deletion.checkpoint, deletion.save, deletion.token) or await self._is_own(deletion)
 
     async def _is_own(self, deletion: Deletion) -> bool:
@@ -300,17 +300,17 @@ class Tier(ReadableTier):
         return False
 
     async def bury(self, checkpoint: CheckpointId, save: str = "", token: str = "") -> bool:
-        """From now on the folder holds no checkpoint, whatever is written into it. `save`: the digest of what is
-        deleted; empty if it is not known. `token`: see Deletion. False if there was a tombstone."""
+        """Write a tombstone: from now on the folder holds no checkpoint, whatever is written there. `save`: the digest
+        of what is deleted; empty if it is not known. `token`: see Deletion. False if there was a tombstone."""
         content = encode_marker(tombstone.Tombstone(save=save, deletion=token))
         with suppress(Foreign):  # one that somebody else has put there counts for nothing, and delays nothing
             return await self.put_marker(layout.file_key(checkpoint, layout.GONE), content)
         return True
 
     async def unbury(self, checkpoint: CheckpointId, *, is_dry_run: bool = False) -> bool:
-        """Delete the tombstone of a checkpoint that is whole: a deletion was given up too late, or ended before it had
-        deleted a file. What no policy keeps is deleted again. No daemon may be deleting it now. False, and nothing is
-        deleted, if it is not whole."""
+        """Delete the tombstone of a checkpoint that is whole: its deletion was given up after another one had written a
+        tombstone, or was killed before it deleted a file. What no policy keeps is deleted again. Only for tombstones so
+        old that no daemon is deleting the checkpoint now. False, and nothing is deleted, if it is not whole."""
         listing = await self.listing(layout.checkpoint_prefix(checkpoint))
         files = listing.files.get(checkpoint, {})
         if checkpoint not in listing.gone or layout.MANIFEST not in files:
@@ -323,8 +323,8 @@ class Tier(ReadableTier):
         return True
 
     async def buried(self, checkpoints: Sequence[CheckpointId]) -> dict[CheckpointId, str]:
-        """What their tombstones say was deleted: the save digest, or "" if that was not known. Without those that are
-        gone by now or cannot be read."""
+        """By checkpoint the save digest of what was deleted, from its tombstone; "" if that was not known. Without
+        tombstones that are gone by now or cannot be read."""
         found: dict[CheckpointId, str] = {}
         for begin in range(0, len(checkpoints), MARKERS_AT_ONCE):
             batch = checkpoints[begin : begin + MARKERS_AT_ONCE]

@@ -40,8 +40,9 @@ class FileChanged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file as it was read. `key`: tells whether it has changed. `settled`: its size without what only closes its JSON
-    document. `hashes`: SHA-256 of the bytes up to an offset, which can be continued."""
+    """A file as it was read. `key`: of its stat; another one means that it has changed. `settled`: its size without
+    what only closes its JSON document. `hashes`: by offset, SHA-256 of the bytes up to it, as hash objects that can be
+    continued."""
 
     path: Path
     key: tuple[int, ...]
@@ -53,7 +54,7 @@ class FileState:
         """Of the bytes up to `end`, in hexadecimal; empty if that is not known, or beyond the end."""
         return self.hashes[end].hexdigest() if end in self.hashes else ""
 
-    def has(self, end: int, digest: str) -> bool:
+    def begins_with(self, end: int, digest: str) -> bool:
         """Whether the file begins with the bytes up to `end` that have this digest, whole or as in a name."""
         return bool(digest) and self.digest(end).startswith(digest)
 
@@ -123,8 +124,8 @@ def _opened(path: Path) -> int:
     return fd
 
 
-def cuts(path: Sequence[Segment], covered: int, settled: int) -> list[tuple[int, int]]:
-    """Where the new segments begin and end. `path`: the segments up to `covered`.
+def new_spans(chained: Sequence[Segment], covered: int, settled: int) -> list[tuple[int, int]]:
+    """Where the new segments begin and end. `chained`: the segments up to `covered`.
 
     The last segments are written again as part of the new one if they are not larger than it. So the number of segments
     grows with the logarithm of the number of passes, and with the size divided by the largest segment's.
@@ -132,7 +133,7 @@ def cuts(path: Sequence[Segment], covered: int, settled: int) -> list[tuple[int,
     if covered >= settled:
         return []
     begin = covered
-    for segment in reversed(path):
+    for segment in reversed(chained):
         size = settled - begin
         if segment.end - segment.begin > size or settled - segment.begin > SEGMENT_BYTES_MAX:
             break
@@ -141,8 +142,12 @@ def cuts(path: Sequence[Segment], covered: int, settled: int) -> list[tuple[int,
 
 
 def matching(segments: Iterable[Segment], state: FileState) -> list[Segment]:
-    """Those that have bytes of this file."""
-    return [each for each in segments if state.has(each.begin, each.before) and state.has(each.end, each.after)]
+    """The segments whose bytes are those of this file."""
+    return [
+        each
+        for each in segments
+        if state.begins_with(each.begin, each.before) and state.begins_with(each.end, each.after)
+    ]
 
 
 class SidecarCopy:
@@ -165,7 +170,7 @@ class SidecarCopy:
 
     @staticmethod
     def offsets(stored: Iterable[Segment]) -> set[int]:
-        """Where the digests of the file are needed."""
+        """Up to where digests of the file are needed, to compare it with the segments."""
         return {at for segment in stored for at in (segment.begin, segment.end)}
 
     async def run(self, state: FileState) -> int:
@@ -174,7 +179,7 @@ class SidecarCopy:
         own = matching(self._stored, state)
         path = chain([each for each in own if not each.is_tail])
         covered = path[-1].end if path else 0
-        spans = [(begin, end, False) for begin, end in cuts(path, covered, state.settled)]
+        spans = [(begin, end, False) for begin, end in new_spans(path, covered, state.settled)]
         if state.settled < state.size:
             spans.append((state.settled, state.size, True))
         if missing := {at for begin, end, _ in spans for at in (begin, end)} - state.hashes.keys():
@@ -202,12 +207,12 @@ class SidecarCopy:
         return written
 
     async def _delete_replaced(self, own: list[Segment], kept: set[str], state: FileState) -> None:
-        """Those of this file's content that others cover, and tails that were written anew."""
+        """Delete the segments with this file's content that others cover, and tails that were written anew."""
         replaced = [each.key for each in own if each.key not in kept and each.end <= state.settled]
         replaced += [
             each.key
             for each in self._stored
-            if each.is_tail and each.key not in kept and state.has(each.begin, each.before)
+            if each.is_tail and each.key not in kept and state.begins_with(each.begin, each.before)
         ]
         if replaced and self._tier.deletes:
             failpoint("sidecar.delete")

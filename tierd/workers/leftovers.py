@@ -1,6 +1,7 @@
 """Deletes what nobody needs of uncommitted checkpoints in a cold tier: what a killed copy has left, and old tombstones.
 
-Only of runs in this hot tier, and only after a day: another node may be copying into a shared tier.
+Only of runs in this hot tier, and only after a day, because another node may be copying into a shared tier; after an
+hour where a tombstone delays a copy that the tier should have.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from tierd.workers.retentions import Retentions
 log = logging.getLogger("tierd")
 
 GRACE_S = 24 * 3600.0  # younger files and unfinished uploads may be those of another node's copy
-SEND_AGAIN_S = 3600.0  # after a deletion in cold of what is needed there now: a milestone that was set later
-CLEARED_MAX = 32  # in one call, each by several requests: copies wait for it
+SEND_AGAIN_S = 3600.0  # instead, for what was deleted in cold and is selected for it again, as a milestone set later
+CLEARED_MAX = 32  # checkpoints in one call, each by several requests: copies wait for it
 
 
 class Leftovers:
@@ -32,14 +33,14 @@ class Leftovers:
         self._cold = cold
         self._retentions = Retentions()
         self._swept_at_s = float("-inf")
-        self._left: list[CheckpointId] = []  # to be looked at in this sweep
+        self._to_check: list[CheckpointId] = []  # in this sweep
         self._has_failed = False  # in this sweep
         self._to_copy: set[CheckpointId] = set()
         self._local_runs: set[Run] = set()
 
     @property
     def are_due(self) -> bool:
-        return bool(self._left or self._catalog.tiers[self._cold.name].partial) and self._is_sweep_due()
+        return bool(self._to_check or self._catalog.tiers[self._cold.name].partial) and self._is_sweep_due()
 
     async def clear(self) -> None:
         """What cannot be deleted, for example because a credential may not, is reported once and waits for the next
@@ -49,19 +50,19 @@ class Leftovers:
         now_s = self._context.monotonic_s()
         self._to_copy = set(pending(self._catalog, self._context.config, self._cold.name))
         self._local_runs = {manifest.id.run for manifest in self._catalog.manifests_in(self._context.hot.name)}
-        if not self._left:
+        if not self._to_check:
             self._retentions.forget_due(now_s=now_s)
-            self._left = [*self._catalog.tiers[self._cold.name].partial] if self._cold.deletes else []
+            self._to_check = [*self._catalog.tiers[self._cold.name].partial] if self._cold.deletes else []
             self._has_failed = False
         cleared = 0
-        while self._left and cleared < CLEARED_MAX:
-            checkpoint = self._left.pop()
+        while self._to_check and cleared < CLEARED_MAX:
+            checkpoint = self._to_check.pop()
             try:
                 cleared += await self._clear_if_abandoned(checkpoint, now_s=now_s)
             except TierdError as error:
                 self._report(error, checkpoint)
                 break
-        if self._left:
+        if self._to_check:
             return
 
         def is_abandoned_key(key: str) -> bool:
@@ -86,7 +87,7 @@ class Leftovers:
         return self._context.monotonic_s() - self._swept_at_s >= self._context.config.limits.cold_list_interval_s
 
     async def _clear_if_abandoned(self, checkpoint: CheckpointId, *, now_s: float) -> bool:
-        """False: no request was needed to see that it stays."""
+        """Returns whether it made requests. None are needed to see that a checkpoint stays."""
         newest_s = self._catalog.tiers[self._cold.name].partial.get(checkpoint)
         grace_s = SEND_AGAIN_S if checkpoint in self._to_copy else GRACE_S
         written_before_s = self._context.now().timestamp() - grace_s
@@ -102,8 +103,8 @@ class Leftovers:
         return True
 
     async def _clear(self, checkpoint: CheckpointId, *, written_before_s: float) -> None:
-        """Over several nodes with a tombstone first, and the files a day after it: the last part may come just now, and
-        another node commit."""
+        """Over several nodes, this writes a tombstone now and deletes the files a day later: the last part may arrive
+        at this moment, and then another node commits."""
         keys = await uncommitted_files(self._cold, checkpoint, written_before_s=written_before_s)
         has_part_here = any(entry.part is not None for entry in self._catalog.entries(checkpoint.run))
         if keys and (has_part_here or layout.node_files(key.rpartition("/")[2] for key in keys)):
@@ -118,14 +119,14 @@ class Leftovers:
         return (is_gone or not is_continued) and not self._is_awaited(checkpoint)
 
     def _is_awaited(self, checkpoint: CheckpointId) -> bool:
-        """Whether this node's part is in the tier and the others may come: not beneath a committed checkpoint, where
-        nothing has come for a day."""
+        """Whether parts of other nodes may still come: this node's part is in the tier, and no newer checkpoint of the
+        run is committed there."""
         newest = self._catalog.newest(checkpoint.run, self._cold.name)
         is_passed = newest is not None and checkpoint.recency < newest.id.recency
         return not is_passed and checkpoint in (part.id for part in self._catalog.sent_parts(self._cold.name))
 
     def _may_run_elsewhere(self, checkpoint: CheckpointId) -> bool:
-        """Whether the checkpoint's generation may be running on another node. Only the newest one is not fenced."""
+        """Whether the checkpoint's generation may be running on another node: all but the newest one are fenced."""
         here = self._context.memory.generation(checkpoint.run)
         is_newest = checkpoint.generation >= max(here, self._catalog.generation_max(checkpoint.run))
         return is_newest and checkpoint.generation != here

@@ -49,7 +49,7 @@ class Reaper:
     ) -> None:
         """`only_run`: nothing of another run is deleted by the plan. `lists_again`: list a run again in every cold tier
         before its first deletion in a pass, where no worker lists the tiers meanwhile. `on_deletion`: called after
-        each. `more_room`: frees what is not in the catalog, before anything else."""
+        each deletion. `more_room`: frees files that are not in the catalog, before anything else."""
         self._only_run = only_run
         self._lists_again = lists_again
         self._listed: set[Run] = set()  # again, in this pass
@@ -161,8 +161,9 @@ class Reaper:
         return self._catalog.changes == decided_at
 
     async def _end_failed_deletions(self, failed_tiers: set[str]) -> None:
-        """Of deletions that failed and that the plan does not have any more: put back a manifest that is gone because
-        of them, where a milestone was set meanwhile. Then a replica that disappears counts as lost again."""
+        """Give up deletions that failed and that the plan does not have any more. If the manifest is gone and a
+        milestone was set since, put it back; if none was set, the replica counts as deleted by this daemon. From then
+        on, a replica that disappears counts as lost again."""
         tiers = [
             tier
             for name, tier in self._context.tiers.items()
@@ -184,9 +185,9 @@ class Reaper:
                         break
 
     async def _drop_if_begun(self, tier: Tier, checkpoint: CheckpointId) -> bool:
-        """A deletion that failed after the manifest was gone has deleted the replica, also where the plan does not have
-        it any more: hot evicts what its policy keeps while it has no room. Only files without a manifest are left. In
-        hot nobody else deletes those before the next start. False if they stay there for now."""
+        """A deletion that failed after the manifest was gone has deleted the replica: only files without a manifest are
+        left. The plan may not have it any more, because while hot has no room it evicts what its policy keeps. In hot
+        nobody else deletes those files before the next start. False if they stay there for now."""
         names = await files_of(tier, checkpoint)
         if layout.MANIFEST in names or (tier.name == HOT and layout.node_files(names)):
             return True
@@ -204,7 +205,7 @@ class Reaper:
         return True
 
     async def _list_again(self, run: Run, failed_tiers: set[str]) -> None:
-        """The first listings may be hours old, if there is much to delete."""
+        """List the run in every cold tier. The first listings may be hours old, if there is much to delete."""
         self._listed.add(run)
         for name, tier in self._context.cold.items():
             if self._catalog.tiers[name].is_known:
@@ -222,7 +223,8 @@ class Reaper:
         self._on_deletion(action)
 
     def _plan(self) -> list[Decision]:
-        """Also notes which cold tiers should get what is in hot, to tell later which of them did not."""
+        """The lifecycle's deletions that are this daemon's. Also notes which cold tiers should get what is in hot, to
+        tell later which of them did not."""
         decided = decisions(self._catalog, self._context.config)
         for decision in decided:
             if decision.action in (Action.REPLICATE, Action.WAIT):
@@ -317,8 +319,8 @@ class Reaper:
 
     def _has_only_verdict(self, action: Decision) -> bool:
         """Whether this replica has the health marker of the checkpoint and no other replica has it yet. The replicator
-        copies it. Without it, an unhealthy checkpoint would count as one that may be healthy: also one that a tier has
-        which is not known now, and one whose copy began before the verdict."""
+        copies it. Without it, an unhealthy checkpoint would count as one that may be healthy. Other
+        replicas include one in a tier that is not known now, and one whose copy began before the verdict."""
         entry = self._catalog.get(action.checkpoint)
         if entry is None or action.tier not in entry.diagnoses:
             return False
@@ -343,9 +345,9 @@ class Reaper:
         is_listed = False
         for name in entry.tiers - {action.tier}:
             if entry.is_part_in(name):
-                continue  # nor did it count a part
+                continue  # the plan did not count a part
             if not self._catalog.tiers[name].is_known:
-                continue  # the plan did not count this replica
+                continue  # nor a replica in a tier that is not known
             try:
                 files = await files_of(self._context.tiers[name], action.checkpoint)
             except TierdError as error:

@@ -32,28 +32,30 @@ log = logging.getLogger("tierd")
 POLL_S = 2.0
 COPY_S = 5.0  # between two copies of one file
 REWRITTEN_S = 3.0  # for so long, the past of a file must have been different
-CHECK_S = 600.0  # how often a file that does not change is compared with the tiers
-COST_SHARE = 20  # a file is read at most so that reading takes one part in this many of the time
+CHECK_S = 600.0  # how often a file that has not changed is compared with the tiers
+COST_SHARE = 20  # reading a file takes at most one part in this many of the time
 FILES_MAX = 100
 
 
 @dataclass(slots=True)
 class _Followed:
-    """`key`: of the file when all tiers had it. `held`, `digest`: how much of it is known to be in a tier, and its
-    digest. `version`: 0 until a tier was listed. `compared`: the tiers whose content was compared with the file since
-    the start. `other_s`: since when its past is different. `changed_s`: since when it has something that a tier may
-    lack. `not_before_s`: when it is read next at the earliest."""
+    """`key`: of the file's stat when all tiers had all of it. `version`: 0 until a tier was listed. `compared`: the
+    tiers whose content was compared with the file since the start. `stored_bytes`, `stored_digest`: how much of this
+    version is known to be in a tier, and its digest. `differs_since_s`: since when the file does not begin with that.
+    `changed_s`: since when it has something that a tier may lack. `read_s`: how long reading it took. `not_before_s`:
+    when it is read next at the earliest."""
 
     key: tuple[int, ...] = ()
     version: int = 0
     compared: frozenset[str] = frozenset()
-    held: int = 0
-    digest: str = ""
-    other_s: float | None = None
+    stored_bytes: int = 0
+    stored_digest: str = ""
+    differs_since_s: float | None = None
     changed_s: float | None = None
+    read_s: float = 0.0
     not_before_s: float = 0.0
     checked_s: float = 0.0
-    size: int = 0
+    size_bytes: int = 0
 
 
 class SidecarFollower:
@@ -77,7 +79,8 @@ class SidecarFollower:
         context.metrics.sidecar_rewritten_total.labels(self._run)
 
     async def run_once(self) -> bool:
-        """Returns True even if a file or a tier has a problem: each has its own backoff."""
+        """Copy the files that have changed. Returns True even if a file or a tier has a problem: each has its own
+        backoff."""
         self._problems = {}
         now_s = self._context.monotonic_s()
         try:
@@ -103,7 +106,7 @@ class SidecarFollower:
             path=printable(str(self._path)),
             run=self._run,
             files=len(self._files),
-            size_bytes=sum(each.size for each in self._files.values()),
+            size_bytes=sum(each.size_bytes for each in self._files.values()),
             behind_s=round(max(behind, default=0.0), 1),
             rewritten=dict(sorted(self._rewritten.items())),
             problems=[printable(str(error)) for error in self._problems.values()],
@@ -143,7 +146,6 @@ class SidecarFollower:
             return
         for name in names:
             followed = self._files[name]
-            began_s = self._context.monotonic_s()
             try:
                 await self._copy_file(name, followed, stored)
             except NotFound:  # deleted: what the tiers have stays
@@ -152,8 +154,7 @@ class SidecarFollower:
                 pass  # it is read again
             except TierdError as error:
                 self._problems[name] = error
-            took_s = self._context.monotonic_s() - began_s
-            pause_s = POLL_S if followed.other_s is not None else max(COPY_S, COST_SHARE * took_s)
+            pause_s = POLL_S if followed.differs_since_s is not None else max(COPY_S, COST_SHARE * followed.read_s)
             followed.not_before_s = self._context.monotonic_s() + pause_s
 
     async def _list(self) -> dict[str, list[Segment]]:
@@ -191,51 +192,54 @@ class SidecarFollower:
         of_file = {tier: [each for each in segments if each.file == name] for tier, segments in stored.items()}
         newest = max((each.version for segments in of_file.values() for each in segments), default=0)
         # A tier that did not answer before may have another past of the file, or a later version.
-        first = {tier: of_file[tier] for tier in of_file.keys() - followed.compared}
-        newest_there = max((each.version for segments in first.values() for each in segments), default=0)
+        not_compared = {tier: of_file[tier] for tier in of_file.keys() - followed.compared}
+        newest_there = max((each.version for segments in not_compared.values() for each in segments), default=0)
         if newest_there > followed.version or not followed.version:
-            followed.version, followed.held, followed.digest = max(newest_there, 1), 0, ""
+            followed.version, followed.stored_bytes, followed.stored_digest = max(newest_there, 1), 0, ""
         version = followed.version
-        pasts = {_reached(segments, version) for segments in first.values()} | {(followed.held, followed.digest)}
-        own = {tier: [each for each in segments if each.version == version] for tier, segments in of_file.items()}
+        beginnings = {_reached(segments, version) for segments in not_compared.values()}
+        beginnings.add((followed.stored_bytes, followed.stored_digest))
+        of_version = {tier: [each for each in found if each.version == version] for tier, found in of_file.items()}
         offsets = {
-            *(end for end, _ in pasts),
-            *(at for segments in own.values() for at in SidecarCopy.offsets(segments)),
+            *(end for end, _ in beginnings),
+            *(at for segments in of_version.values() for at in SidecarCopy.offsets(segments)),
         }
+        began_s = self._context.monotonic_s()
         state = await self._pool.query(read_state, self._path / name, offsets)
-        others = [end for end, digest in pasts if end and not state.has(end, digest)]
-        if others:
-            if not self._is_rewritten(name, followed, state, max(others)):
+        followed.read_s = self._context.monotonic_s() - began_s
+        differing = [end for end, digest in beginnings if end and not state.begins_with(end, digest)]
+        if differing:
+            if not self._is_rewritten(name, followed, state, max(differing)):
                 return
             followed.version = max(newest, version) + 1
-            followed.held, followed.digest = 0, ""
-            own = {tier: [] for tier in own}
-        followed.other_s = None
+            followed.stored_bytes, followed.stored_digest = 0, ""
+            of_version = {tier: [] for tier in of_version}
+        followed.differs_since_s = None
         followed.compared |= of_file.keys()
-        followed.size = state.size
+        followed.size_bytes = state.size
         copied: set[str] = set()
-        for tier, segments in own.items():
+        for tier, segments in of_version.items():
             copy = SidecarCopy(self._pool, self._context.tiers[tier], self._run, name, followed.version, segments)
             if await self._try(tier, lambda copy=copy: copy.run(state)) is not None:
                 copied.add(tier)
         if copied:
-            followed.held, followed.digest = state.settled, state.digest(state.settled)
+            followed.stored_bytes, followed.stored_digest = state.settled, state.digest(state.settled)
         if copied == self._context.tiers.keys():
             followed.key, followed.changed_s = state.key, None
             followed.checked_s = self._context.monotonic_s()
 
-    def _is_rewritten(self, name: str, followed: _Followed, state: FileState, held: int) -> bool:
-        """Whether the file has had another past for long enough. Then the alarm is raised. `held`: how many bytes of
-        its former content are known to be in a tier."""
+    def _is_rewritten(self, name: str, followed: _Followed, state: FileState, stored_bytes: int) -> bool:
+        """Whether the file has not begun with its stored content for long enough; then this raises the alarm.
+        `stored_bytes`: how much of its former content is known to be in a tier."""
         now_s = self._context.monotonic_s()
-        if followed.other_s is None:
-            followed.other_s = now_s
-        if now_s - followed.other_s < REWRITTEN_S:
+        if followed.differs_since_s is None:
+            followed.differs_since_s = now_s
+        if now_s - followed.differs_since_s < REWRITTEN_S:
             return False
-        if state.size < held:
-            what = f"it has {state.size} bytes, and had {held}"
+        if state.size < stored_bytes:
+            what = f"it has {state.size} bytes, and had {stored_bytes}"
         else:
-            what = f"its first {held} bytes are not what they were"
+            what = f"its first {stored_bytes} bytes are not what they were"
         error = Corrupt(
             f"copy {self._path / name}: {what}",
             hint=f"its former content stays as version {followed.version}: `tierd sidecars --run {self._run}`; "

@@ -57,7 +57,8 @@ class LightningState(DictState):
 
 
 class _PresentState(LightningState):
-    """What the training is at the instant of the capture; after a restore, what was restored, until it is applied."""
+    """For the guard. A capture takes the training as it is at that moment; after a restore, what was restored, until
+    `go_back` has applied it."""
 
     def __init__(self, callback: TierdCallback) -> None:
         super().__init__(callback._values)  # pyright: ignore[reportPrivateUsage]

@@ -58,7 +58,7 @@ class TrainerProgress:
         self._saved: dict[str, Any] = {}
         self._ahead = ReadAhead([trainer.args.device])
         self._workers: WorkerGenerators | None = None
-        self._draws = False  # whether workers draw random numbers
+        self._draws = False  # whether a worker has ever drawn random numbers
         self._reads = 1  # of the loader, for one batch of this rank
         self._goes_back = False
         self._skipped = 0  # batches of the current epoch that were trained on before this start
@@ -137,7 +137,7 @@ class TrainerProgress:
 
     @contextlib.contextmanager
     def going_back(self) -> Generator[None]:
-        """What is restored meanwhile is an earlier step of this same train(): the position in the data stays."""
+        """Within it, a restore is that of an earlier step of this same train(): the position in the data stays."""
         self._goes_back = True
         try:
             yield
@@ -168,12 +168,12 @@ class TrainerProgress:
     def _worker_states(self) -> list[bytes]:
         if self._workers is None:
             return []
-        self._draws |= self._workers.draw()
+        self._draws |= self._workers.have_drawn()
         # At the start of an epoch the generators of this process seed the workers.
         return self._workers.states((self._batches - self._skipped) * self._reads) if self._batches else []
 
     def restore_last(self) -> None:
-        """What Trainer or a callback changes between the start of train() and the first step.
+        """Restores what Trainer or a callback has changed between the start of train() and the first step.
 
         Trainer itself restores callbacks only with restore_callback_states_from_checkpoint.
         """

@@ -223,7 +223,7 @@ class TierdCallback(TrainerCallback):
         return True
 
     def _ending_with(self, train: Any) -> Any:
-        """Trainer's loop; the client leaves with the error that ends it, which no callback is told."""
+        """Wraps Trainer's loop, to tell the client of an error that ends it: Trainer calls no callback then."""
 
         @functools.wraps(train)
         def loop(*arguments: Any, **more: Any) -> Any:
@@ -239,7 +239,7 @@ class TierdCallback(TrainerCallback):
         return loop
 
     def _restore_last(self) -> None:
-        """What changes between the start of train() and the first step."""
+        """Restores, before the first step, what has changed since the start of train()."""
         if self._generators is not None:
             rng.restore(self._generators, [cast("Trainer", self._trainer).args.device])
             self._generators = None

@@ -99,7 +99,9 @@ class WatchedLoader(CombinedLoader):
             self._fetched = resumed.given
         # The next batches must not depend on numbers that the hooks at the start of training draw.
         now = self._randomness() if resumed.is_over else resumed.now
-        first: list[Randomness | None] = [now, None] if self._fetches_ahead else [now]  # None: as the first leaves it
+        first: list[Randomness | None] = (
+            [now, None] if self._fetches_ahead else [now]
+        )  # None: as the fetch before leaves it
         self._at_next = first if resumed.at_ahead is None else [resumed.at_ahead, now]
         return self
 

@@ -46,7 +46,7 @@ class WorkerGenerators:
         """Workers that start now begin with these states; with their own ones when there are none."""
         self._start.states = states
 
-    def draw(self) -> bool:
+    def have_drawn(self) -> bool:
         """Whether a worker has drawn random numbers. Raises Unsupported when their order would be lost."""
         draws = any(_read(row) not in (b"", _read(rows[STARTED])) for rows in self._rows for row in rows[STARTED + 1 :])
         if draws and self._is_persistent:

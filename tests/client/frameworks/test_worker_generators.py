@@ -71,17 +71,17 @@ def test_second_resume_in_the_same_epoch_draws_the_same_numbers() -> None:
         del batches
 
 
-def test_draw_is_true_only_when_workers_have_drawn() -> None:
+def test_have_drawn_is_true_only_when_workers_have_drawn() -> None:
     for dataset, draws in ((Drawing(), True), (Plain(), False)):
         generators, loader = drawing_loader(2, dataset=dataset)
         for _ in range(2):
             generators.begin_epoch()
             list(loader)
-            assert generators.draw() is draws
+            assert generators.have_drawn() is draws
 
 
 def test_persistent_workers_that_draw_are_refused() -> None:
     generators, loader = drawing_loader(1, persistent_workers=True)
     list(loader)
     with pytest.raises(Unsupported, match="persistent workers, which draw numbers"):
-        generators.draw()
+        generators.have_drawn()
