@@ -40,11 +40,11 @@ async def milestone(
     ] = "",
     run: options.RunName = None,
     generation: options.GenerationNumber = None,
-    remove: Annotated[bool, typer.Option("--remove", help="It is a milestone of this name no longer.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="End this milestone of the checkpoint, for good.")] = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> int:
-    """Keep a checkpoint forever, under a name, or no longer."""
+    """Keep a checkpoint forever, under a name; with --remove, no longer."""
     if not (step or remove):
         raise BadConfig(f"mark as {name}: which checkpoint?", hint="--step STEP; `tierd ls` shows them")
     query = parse_query(run, step or "latest", generation)
