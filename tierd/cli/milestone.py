@@ -90,7 +90,7 @@ async def unmark(
     if not found:
         names = sorted({each for entry in tiers.catalog.entries(of_run) for each in entry.all_milestones})
         hint = f"milestones: {', '.join(names[:LISTED_MAX])}" if names else "`tierd ls` shows milestones"
-        raise NotFound(f"remove the milestone {name}: no such checkpoint has it", hint=hint)
+        raise NotFound(f"remove the milestone {name}: no checkpoint has it", hint=hint)
     if len(found) > 1:
         several = ", ".join(str(entry.id) for entry in found[:LISTED_MAX])
         raise BadConfig(f"remove the milestone {name}: {several} have it", hint="--run, --step and --generation choose")
