@@ -40,11 +40,11 @@ async def milestone(
     ] = "",
     run: options.RunName = None,
     generation: options.GenerationNumber = None,
-    remove: Annotated[bool, typer.Option("--remove", help="It is a milestone of this name no longer.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="End this milestone of the checkpoint, for good.")] = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> int:
-    """Keep a checkpoint forever, under a name, or no longer."""
+    """Keep a checkpoint forever, under a name; with --remove, no longer."""
     if not (step or remove):
         raise BadConfig(f"mark as {name}: which checkpoint?", hint="--step STEP; `tierd ls` shows them")
     query = parse_query(run, step or "latest", generation)
@@ -90,7 +90,7 @@ async def unmark(
     if not found:
         names = sorted({each for entry in tiers.catalog.entries(of_run) for each in entry.all_milestones})
         hint = f"milestones: {', '.join(names[:LISTED_MAX])}" if names else "`tierd ls` shows milestones"
-        raise NotFound(f"remove the milestone {name}: no such checkpoint has it", hint=hint)
+        raise NotFound(f"remove the milestone {name}: no checkpoint has it", hint=hint)
     if len(found) > 1:
         several = ", ".join(str(entry.id) for entry in found[:LISTED_MAX])
         raise BadConfig(f"remove the milestone {name}: {several} have it", hint="--run, --step and --generation choose")

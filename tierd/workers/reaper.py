@@ -2,7 +2,7 @@
 
 The plan comes from lifecycle, run by run. halt, not guess: while a manifest of a run is unreadable in a tier, or the
 tier cannot be listed, nothing of the run is deleted there. While hot has no room, it also evicts what every cold tier
-holds, beyond the policy, and then gives up copies that wait there, one by one and never in silence. Also frees the
+holds, beyond the policy, and then gives up copies that wait there, one by one, and reports each. Also frees the
 slots of runs whose trainers have left. In a cold tier with `deletes = false` it deletes nothing: `tierd reap` runs this
 worker elsewhere, without a hot tier.
 """
