@@ -92,7 +92,7 @@ def serve(config: Config, *, source: str, systemd: Systemd, read_config: Callabl
     Raises LockHeld, BadConfig or TierUnreachable when it cannot start, with nothing changed. Raises Transient at the
     end when a sealed snapshot did not become durable in time.
     """
-    logs.configure(LogLimit(STAGES))
+    logs.configure(LogLimit(STAGES), config.daemon.log_format)
     cold = ", ".join(f"{tier.name} {tier.url}" for tier in config.cold)
     log.info("config: %s; hot tier: %s; cold tiers: %s", source, config.hot.path, cold or "none")
     about = {"node": config.daemon.node, "socket": config.daemon.socket}

@@ -1,10 +1,13 @@
-"""The daemon's log: one line for each event, on stderr. Text from outside cannot begin a line or control a terminal."""
+"""The daemon's log on stderr: a line, or a JSON object, for each event. Text from outside controls no terminal."""
 
 from __future__ import annotations
 
 import logging
+from datetime import UTC, datetime
 
-from tierd.format.text import printable
+import msgspec
+
+from tierd.format.text import printable, printable_json
 
 EVENT_CHARS_MAX = 8192
 TRACEBACK_LINES_MAX = 200
@@ -29,10 +32,31 @@ class EventFormatter(logging.Formatter):
         return "\n".join(lines)
 
 
-def configure(limit: logging.Filter) -> None:
+class JsonFormatter(logging.Formatter):
+    """A record as one JSON object on one line. `template`: the message without its values, the same for each event of
+    one kind. `traceback`: its lines; absent if there is none."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        event: dict[str, object] = {
+            "at": at,
+            "level": record.levelname,
+            "message": printable(record.getMessage(), EVENT_CHARS_MAX),
+            "template": printable(str(record.msg), EVENT_CHARS_MAX),
+        }
+        if record.exc_info:
+            lines = self.formatException(record.exc_info).split("\n")
+            event["traceback"] = [printable(line) for line in lines[-TRACEBACK_LINES_MAX:]]
+        return printable_json(msgspec.json.encode(event))
+
+
+FORMATTERS: dict[str, type[logging.Formatter]] = {"text": EventFormatter, "json": JsonFormatter}
+
+
+def configure(limit: logging.Filter, log_format: str) -> None:
     """Log to stderr what passes `limit`. Does nothing where the root logger has a handler."""
     handler = logging.StreamHandler()
     handler.addFilter(limit)
-    handler.setFormatter(EventFormatter())
+    handler.setFormatter(FORMATTERS[log_format]())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

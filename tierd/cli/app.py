@@ -103,7 +103,6 @@ _MODULES = {"notes": "note", "stop": "run_requests", "snapshot": "run_requests",
 def make_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
     app = typer.Typer(
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         help="Checkpoints of PyTorch training: in memory, on local disk, in S3. "

@@ -33,6 +33,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     socket: str = ".tierd/tierd.sock"
     listen: str = "127.0.0.1:9464"  # host:port of metrics, probes and status page; port 0: any free port
     node: str = "auto"  # auto: the host name
+    log_format: Literal["text", "json"] = "text"  # of the log on stderr: one line, or one JSON object, for each event
     drain_timeout_s: Number = 120.0  # on SIGTERM: the time for sealed snapshots to become durable
     memory_grace_s: Number = 3600.0  # how long slots are kept for the restart of a trainer that failed or was killed
     uid: Annotated[int, msgspec.Meta(ge=-1)] = -1  # the user that it runs as; -1: any
