@@ -38,6 +38,7 @@ from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.tier import Tier
+from tierd.traces import Traces
 
 
 class Notifier(Protocol):
@@ -110,6 +111,7 @@ class DaemonContext:
     notify: Notifier
     keyring: Keyring | None = None
     audit: AuditTrail = field(default_factory=AuditTrail)
+    traces: Traces = field(default_factory=Traces)
     copies: CopyRecords = field(default_factory=CopyRecords)
     cadences: Cadences = field(default_factory=Cadences)
     peer_key: PeerKey = field(default_factory=PeerKey)

@@ -59,6 +59,7 @@ from tierd.tiers.lock import Lock
 from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.tier import Tier
 from tierd.tiers.watch import watch
+from tierd.traces import make_traces
 from tierd.workers.committer import Committer
 from tierd.workers.copy_scrubber import CopyScrubber
 from tierd.workers.drain import drain, drain_error
@@ -143,6 +144,7 @@ class _Daemon:
             keyring=keyring,
             part_copies=self._copies,
             cadences=Cadences(config.snapshot),
+            traces=make_traces(is_on=config.daemon.traces),
             audit=AuditTrail(files, node=config.daemon.node, now=lambda: context.timestamp(), on_event=on_event),
         )
         self._group: asyncio.TaskGroup

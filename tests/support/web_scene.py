@@ -7,7 +7,7 @@ two cold tiers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,7 +32,7 @@ keep_last = 6
 
 
 @contextmanager
-def trained_run(root: Path, *, step_s: float = 0.0) -> Iterator[Daemon]:
+def trained_run(root: Path, *, step_s: float = 0.0) -> Generator[Daemon]:
     """The daemon, as soon as everything is copied. `step_s`: how long a step takes at least."""
     with Daemon(root, more=MORE) as daemon:
         for first, last in ((1, 22), (20, LAST)):

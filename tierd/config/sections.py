@@ -36,6 +36,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_format: Literal["text", "json"] = "text"  # of the log on stderr: one line, or one JSON object, for each event
     drain_timeout_s: Number = 120.0  # on SIGTERM: the time for sealed snapshots to become durable
     memory_grace_s: Number = 3600.0  # how long slots are kept for the restart of a trainer that failed or was killed
+    traces: bool = False  # spans for OpenTelemetry; needs opentelemetry-api
     uid: Annotated[int, msgspec.Meta(ge=-1)] = -1  # the user that it runs as; -1: any
     # CPU and disk priority of the daemon, 0 to 19; 0: as it was started
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 10

@@ -212,6 +212,10 @@ class Persister:
         self._metrics.bytes_total.labels(tier=self._hot.name, direction="write").inc(manifest.size_bytes)
         persist_s = self._context.monotonic_s() - snapshot_set.sealed_at_s
         self._metrics.persist_seconds.observe(persist_s)
+        size_bytes = manifest.size_bytes
+        context.traces.record(
+            "persist", checkpoint, persist_s, ended=context.now(), tier=self._hot.name, size_bytes=size_bytes
+        )
         context.cadences.persisted(checkpoint.run, persist_s)
         self._metrics.snapshots_total.labels(run=checkpoint.run, outcome="persisted").inc()
         return manifest

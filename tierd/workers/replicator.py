@@ -249,7 +249,11 @@ class Replicator:
         seconds = context.monotonic_s() - began_s
         context.copies.committed(self._cold.name, seconds=seconds, at_s=context.now().timestamp())
         context.metrics.replicate_seconds.labels(tier=self._cold.name).observe(seconds)
-        context.metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(entry.manifest.size_bytes)
+        size_bytes = entry.manifest.size_bytes
+        context.traces.record(
+            "replicate", checkpoint, seconds, ended=context.now(), tier=self._cold.name, size_bytes=size_bytes
+        )
+        context.metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(size_bytes)
         message = wire.Replicated(step=checkpoint.step, generation=checkpoint.generation, tier=self._cold.name)
         context.notify.send(run, message)
         context.notify.replicated()
