@@ -26,7 +26,7 @@ from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, check_run
 from tierd.format.sidecar import Segment, is_file_name, parse_segment, segment_prefix
 from tierd.tiers.pool import ThreadPool
-from tierd.tiers.tree import closing_fd
+from tierd.tiers.tree import fsync_path
 from tierd.transfer.sidecar_copy import (
     FileChanged,
     FileState,
@@ -266,8 +266,7 @@ def _remove(state: FileState) -> None:
 def _sync(folder: Path) -> None:
     """Blocks. A power loss after the report must not bring the files back: the next phase would begin with them."""
     try:
-        with closing_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-            os.fsync(fd)
+        fsync_path(folder.resolve())
     except FileNotFoundError:
         return
     except OSError as error:

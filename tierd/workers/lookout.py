@@ -8,7 +8,7 @@ tier unreachable or the checkpoints lost, as always.
 from __future__ import annotations
 
 from tierd.context import DaemonContext
-from tierd.errors import NotFound, TierdError
+from tierd.errors import TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.tiers.tier import Tier
@@ -25,11 +25,12 @@ class Lookout:
         self._context = context
         self._tier = tier
         self._turn = 0
-        self._doubted: set[CheckpointId] = set()  # not found by a look, and maybe listed since
+        self._doubted: set[CheckpointId] = set()  # a look has failed or not found it, and the tier was listed since
 
     async def run_once(self) -> bool:
         catalog, name = self._context.catalog, self._tier.name
         if not catalog.tiers[name].is_known:
+            self._doubted.clear()  # the look was right
             return True  # the lister tries again by itself
         newest = [manifest.id for run in catalog.runs() if (manifest := catalog.newest(run, name)) is not None]
         self._doubted.intersection_update(newest)
@@ -39,12 +40,11 @@ class Lookout:
         self._turn += 1
         try:
             await self._tier.store.stored_checksum(layout.manifest_key(checkpoint))
-        except NotFound:
-            if checkpoint not in self._doubted:  # a server that lists what it does not find is not listed each time
+        except TierdError:
+            # A server that lists what it does not find, or that refuses a HEAD, is not listed each time.
+            if checkpoint not in self._doubted:
                 self._doubted.add(checkpoint)
                 self._context.notify.relist(name)
-        except TierdError:
-            self._context.notify.relist(name)
         else:
             self._doubted.discard(checkpoint)
         return True
