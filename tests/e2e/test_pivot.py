@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +39,8 @@ def training(daemon: Daemon) -> Generator[tuple[Trainer, Any, str]]:
 
 
 def _loop(training: Training, folder: str) -> int:
-    """Runs in the trainer. A line of the history per step; the samples hold the state of a bandit. The last step."""
+    """Runs in the trainer. A line of the history per step; the samples hold the state of a bandit. The last step. A
+    snapshot when one is asked for."""
     samples = Path(folder) / SAMPLES
     arms = json.loads(samples.read_text()) if samples.exists() else []
     with training.client as client, (Path(folder) / HISTORY).open("a") as history:
@@ -48,8 +50,9 @@ def _loop(training: Training, folder: str) -> int:
             samples.write_text(json.dumps(arms))
             history.write(f"{training.step}\n")
             history.flush()
-            if client.stopping:
+            if client.due(training.step) or client.stopping:
                 client.snapshot(training.step, training.state)
+            if client.stopping:
                 return training.step
 
 
@@ -147,20 +150,73 @@ def test_a_start_without_a_checkpoint_is_no_next_phase_and_marks_nothing(daemon:
     assert not (out / SAMPLES).exists()
 
 
+def test_a_milestone_that_another_command_has_set_ends_no_phase(daemon: Daemon, tmp_path: Path) -> None:
+    """The run goes on with the files, and then they are not those of that checkpoint."""
+    out = tmp_path / "out"
+
+    def check_refused(expected: str) -> None:
+        refused = daemon.tierd("pivot", "--run", "run", "--name", "best")
+        assert refused.returncode == 2
+        assert expected in refused.stderr
+        assert (out / SAMPLES).exists()
+
+    with training(daemon) as (trainer, _, _):
+        wait_until((out / SAMPLES).exists, "the samples")
+        assert daemon.tierd("snapshot", "--run", "run", "--milestone", "best").returncode == 0
+        check_refused("is the milestone best already, and the run goes on")
+        assert trainer.is_busy
+        daemon.tierd("stop", "--run", "run")
+        last = trainer.end()
+    check_refused("best is a milestone already, and run/")
+    report = daemon.json("pivot", "--run", "run", "--name", "phase-1")
+    assert (report["step"], list(report["archived"])) == (last, [SAMPLES])
+
+
+def test_the_end_of_a_phase_outlasts_a_loss_of_power(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next phase could begin with a file of the former one."""
+    with training(daemon) as (trainer, _, _):
+        wait_until((tmp_path / "out" / SAMPLES).exists, "the samples")
+        daemon.tierd("stop", "--run", "run")
+        trainer.end()
+    synced: list[set[str]] = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / "out"):
+            synced.append({path.name for path in (tmp_path / "out").iterdir()})
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    daemon.json("pivot", "--run", "run", "--name", "phase-1")
+    assert synced[-1:] == [{HISTORY}]
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("x" * 121 + ".bandit", "cannot be part of a key"), ("a b.bandit", "cannot be part of a key")],
+    [
+        ("x" * 121 + ".bandit", "cannot be part of a key"),
+        ("a b.bandit", "cannot be part of a key"),
+        ("link.bandit", "Too many levels of symbolic links"),
+        ("folder.bandit", "it is no regular file"),
+    ],
 )
 def test_a_file_that_cannot_be_archived_is_refused_before_the_run_stops(
     daemon: Daemon, tmp_path: Path, name: str, expected: str
 ) -> None:
     with training(daemon) as (trainer, _, _):
-        (tmp_path / "out" / name).write_text("[1]")
+        if name.startswith("link"):
+            (tmp_path / "out" / name).symlink_to(tmp_path / "elsewhere")
+        elif name.startswith("folder"):
+            (tmp_path / "out" / name).mkdir()
+        else:
+            (tmp_path / "out" / name).write_text("[1]")
         refused = daemon.tierd("pivot", "--run", "run", "--name", "phase-1")
         assert refused.returncode == 2
         assert expected in refused.stderr
         assert trainer.is_busy, "it goes on"
-        assert (tmp_path / "out" / name).exists()
+        assert name in {path.name for path in (tmp_path / "out").iterdir()}
         daemon.tierd("stop", "--run", "run")
         trainer.end()
 

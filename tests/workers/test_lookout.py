@@ -16,6 +16,7 @@ from tests.support.s3 import BUCKET
 from tests.support.trainer import Trainer
 from tests.support.waiting import wait_until
 from tierd.catalog.listing import refresh
+from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import checkpoint_id
 from tierd.workers.lookout import Lookout
@@ -75,6 +76,26 @@ async def test_an_empty_tier_and_one_that_is_not_known_are_not_looked_at(rooms: 
     assert await look(rooms, lookout) == 0, "the lister tries again by itself"
     await refresh(rooms.catalog, rooms.cold["cold"], rooms.context.identities)
     assert await look(rooms, lookout) == 0
+
+
+async def test_a_store_that_refuses_looks_is_listed_once_and_again_after_it_was_down(rooms: Rooms) -> None:
+    """A proxy or a policy may refuse HEAD and allow all else: a listing for each look would cost 20 times as much."""
+    lookout, store = Lookout(rooms.context, rooms.cold["cold"]), rooms.cold["cold"].store
+    stored_checksum = store.stored_checksum
+
+    async def refuse(key: str) -> str | None:
+        raise TierUnreachable(f"read the checksum of {key}: access denied")
+
+    store.stored_checksum = refuse  # type: ignore[method-assign]
+    assert await look(rooms, lookout, times=6) == 2, "once for each run"
+    rooms.catalog.listing_failed("cold", "no answer")
+    assert await look(rooms, lookout) == 0
+    await refresh(rooms.catalog, rooms.cold["cold"], rooms.context.identities)
+    assert await look(rooms, lookout) == 2, "it was down"
+    store.stored_checksum = stored_checksum  # type: ignore[method-assign]
+    assert await look(rooms, lookout) == 0
+    store.stored_checksum = refuse  # type: ignore[method-assign]
+    assert await look(rooms, lookout) == 2, "it had answered meanwhile"
 
 
 @pytest.mark.parametrize("interval_s", [0.1, 0.0])

@@ -630,3 +630,27 @@ async def test_what_a_failed_deletion_has_left_in_hot_is_deleted_when_the_disk_w
     await rooms.list_tiers()
     assert rooms.count("tierd_lost_checkpoints_total", tier="hot") == 0.0
     assert rooms.steps("hot") == [500, 400, 300]
+
+
+async def test_what_a_failed_deletion_has_left_in_cold_is_a_leftover_also_of_the_newest_generation(
+    rooms: Rooms,
+) -> None:
+    """Without a tombstone it could be a copy that another node is making, and would stay as long as no newer generation
+    begins."""
+    cold, expired = rooms.cold["cold"], CheckpointId(RUN, 100, 1)  # type: ignore[arg-type]
+    real_delete = cold.store.delete
+
+    async def delete_without_an_answer(keys: Sequence[str]) -> None:
+        await real_delete(keys)
+        raise TierUnreachable("delete: no answer")
+
+    cold.store.delete = delete_without_an_answer  # type: ignore[method-assign]
+    worker = reaper(rooms)
+    assert not await worker.run_once()
+    cold.store.delete = real_delete  # type: ignore[method-assign]
+    await rooms.list_tiers()
+    assert await worker.run_once()
+    await rooms.list_tiers()
+    assert expired in (await cold.listing()).gone
+    assert rooms.catalog.tiers["cold"].gone.keys() >= {expired}
+    assert rooms.count("tierd_lost_checkpoints_total", tier="cold") == 0.0

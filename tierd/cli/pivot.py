@@ -21,15 +21,17 @@ from tierd.cli.opened_tiers import OpenedTiers, open_tiers
 from tierd.cli.options import Settings, parse_query, settings_of
 from tierd.cli.run_requests import stop_and_wait
 from tierd.config.sections import Config
-from tierd.errors import BadConfig, BadRequest, DaemonUnreachable, Transient
+from tierd.errors import BadConfig, BadRequest, DaemonUnreachable, NotFound, Transient
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, check_run
 from tierd.format.sidecar import Segment, is_file_name, parse_segment, segment_prefix
 from tierd.tiers.pool import ThreadPool
+from tierd.tiers.tree import fsync_path
 from tierd.transfer.sidecar_copy import (
     FileChanged,
     FileState,
     SidecarCopy,
+    check_readable,
     followed_files,
     matching,
     read_state,
@@ -62,8 +64,7 @@ async def pivot(
     chosen = check_run(run)
     folder = _folder(config, chosen)
     _check_files(config, folder)
-    if not await _is_marked(settings, chosen, name):
-        _stop(config, chosen, wait_s)
+    _stop(config, chosen, name, wait_s, marked=await _marked_before(settings, chosen, name))
     async with open_tiers(settings) as tiers:
         _check_reachable(tiers, chosen)
         checkpoint, names = await _milestone(settings, tiers, chosen, name)
@@ -96,8 +97,10 @@ def _folder(config: Config, run: Run) -> Path | None:
 
 def _check_files(config: Config, folder: Path | None) -> None:
     """Raises BadRequest for a file that cannot be archived, before anything is done."""
-    kept = set(followed_files(folder, config.sidecars.keep)) if folder is not None else set[str]()
-    for file in followed_files(folder, config.sidecars.reset) if folder is not None else ():
+    if folder is None:
+        return
+    kept = set(followed_files(folder, config.sidecars.keep))
+    for file in followed_files(folder, config.sidecars.reset):
         if file in kept:
             raise BadRequest(
                 f"pivot: {file} fits both [sidecars] keep and reset",
@@ -108,6 +111,13 @@ def _check_files(config: Config, folder: Path | None) -> None:
                 f"pivot: {file} cannot be part of a key, so it cannot be archived",
                 hint="rename it: letters, digits, '.', '_' and '-', at most 120 of them; nothing was done",
             )
+        try:
+            check_readable(folder / file)
+        except NotFound:  # deleted since it was listed
+            continue
+        except BadRequest as error:
+            hint = "make the patterns of [sidecars] reset narrower, or move it away; nothing was done"
+            raise BadRequest(f"pivot: {error.message}", hint=hint) from error
 
 
 def _check_reachable(tiers: OpenedTiers, run: Run) -> None:
@@ -119,11 +129,14 @@ def _check_reachable(tiers: OpenedTiers, run: Run) -> None:
         )
 
 
-async def _is_marked(settings: Settings, run: Run, name: str) -> bool:
-    """Whether a former pivot has set the milestone. Raises Transient unless all tiers were listed: the run goes on."""
+async def _marked_before(settings: Settings, run: Run, name: str) -> CheckpointId | None:
+    """The checkpoint that ends the phase, if this command was killed or has failed after it was marked."""
     async with open_tiers(settings) as tiers:
         _check_reachable(tiers, run)
-        return _marked(tiers, run, name) is not None
+        marked = _marked(tiers, run, name)
+        if marked is not None:
+            _check_newest(tiers, marked, name)
+        return marked
 
 
 def _marked(tiers: OpenedTiers, run: Run, name: str) -> CheckpointId | None:
@@ -132,19 +145,45 @@ def _marked(tiers: OpenedTiers, run: Run, name: str) -> CheckpointId | None:
     return found[0] if found else None  # newest first
 
 
-def _stop(config: Config, run: Run, wait_s: float) -> None:
-    """Stop the run. If no trainer is attached there is nothing to stop: its newest checkpoint ends the phase."""
+def _check_newest(tiers: OpenedTiers, marked: CheckpointId, name: str) -> None:
+    """Raises BadRequest if the run has gone on since: then the files are not those of the phase that the checkpoint
+    ends."""
+    run = marked.run
+    if (newest := tiers.catalog.generation_max(run)) > marked.generation:
+        raise BadRequest(
+            f"pivot {run}: generation {newest} has begun since {marked} became the milestone {name}",
+            hint="its files of [sidecars] reset are those of the next phase, and stay; choose another name to end that",
+        )
+    for entry in tiers.catalog.entries(run):
+        if entry.is_whole and entry.healthy is not False and entry.id.recency > marked.recency:
+            raise BadRequest(
+                f"pivot {run}: {name} is a milestone already, and {entry.id} is newer than its checkpoint {marked}",
+                hint="choose another name; nothing was done",
+            )
+
+
+def _stop(config: Config, run: Run, name: str, wait_s: float, *, marked: CheckpointId | None) -> None:
+    """Nothing is done if no trainer is attached, or the phase has ended. Raises BadRequest if it has a milestone of
+    this name and goes on: it was not this command that set it."""
     try:
         reports = daemon_http.find(config).status.runs
     except DaemonUnreachable as error:
+        if marked is not None:
+            return
         raise DaemonUnreachable(
             f"pivot {run}: {error.message}",
             hint="start the daemon: without it, nobody knows whether trainers still write",
         ) from error
     report = next((each for each in reports if each.run == run), None)
     if report is None or report.state != "running":
-        print_note(f"tierd: {run} has no trainer here: its newest checkpoint ends the phase")
+        if marked is None:
+            print_note(f"tierd: {run} has no trainer here: its newest checkpoint ends the phase")
         return
+    if marked is not None:
+        raise BadRequest(
+            f"pivot {run}: {marked} is the milestone {name} already, and the run goes on",
+            hint="choose another name; nothing was done",
+        )
     _, ended = stop_and_wait(config, run, wait_s=wait_s, is_silent=True)
     if ended.state not in ("stopped", "finished"):
         why = f": {ended.reason}" if ended.reason else ""
@@ -164,13 +203,11 @@ async def _milestone(settings: Settings, tiers: OpenedTiers, run: Run, name: str
                 hint="start the run again, and repeat when it has trained a step: it stops with a snapshot, which ends "
                 "the phase",
             )
-        return await mark(settings, tiers, latest, name, dry_run=False)
-    if (newest := tiers.catalog.generation_max(run)) > marked.generation:
-        raise BadRequest(
-            f"pivot {run}: generation {newest} has begun since {marked} became the milestone {name}",
-            hint="its files of [sidecars] reset are those of the next phase, and stay; choose another name to end that",
-        )
-    return marked, _tiers_with(tiers, marked, name)
+        checkpoint, names = await mark(settings, tiers, latest, name, dry_run=False)
+    else:
+        checkpoint, names = marked, _tiers_with(tiers, marked, name)
+    _check_newest(tiers, checkpoint, name)
+    return checkpoint, names
 
 
 def _tiers_with(tiers: OpenedTiers, checkpoint: CheckpointId, milestone: str) -> list[str]:
@@ -193,6 +230,7 @@ async def _archive(tiers: OpenedTiers, run: Run, name: str, folder: Path, config
                     hint="which program writes it? Stop it, and repeat",
                 ) from error
             archived[file] = state.size
+        await pool.run(_sync, folder)
     finally:
         pool.close()
     return archived
@@ -232,6 +270,16 @@ def _remove(state: FileState) -> None:
     except OSError as error:
         message = f"delete {state.path}, which is archived: {error.strerror}"
         raise BadRequest(message, hint="delete it by hand, before the next phase begins") from error
+
+
+def _sync(folder: Path) -> None:
+    """Blocks. A power loss after the report must not bring the files back: the next phase would begin with them."""
+    try:
+        fsync_path(folder.resolve())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise Transient(f"fsync {folder}: {error.strerror}", hint="check the disk, and repeat the command") from error
 
 
 def _print(report: PivotReport) -> None:

@@ -111,6 +111,11 @@ def read_state(path: Path, offsets: Iterable[int]) -> FileState:
         return FileState(path, state_key(about), size, settled, hashes)
 
 
+def check_readable(path: Path) -> None:
+    """Raises NotFound, and BadRequest when it is no regular file or cannot be read. Blocks."""
+    os.close(_opened(path))
+
+
 def _opened(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -120,7 +125,7 @@ def _opened(path: Path) -> int:
         raise BadRequest(f"read {path}: {error.strerror}", hint="the daemon must be able to read it") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise BadRequest(f"read {path}: it is no regular file", hint="sidecars.keep names files")
+        raise BadRequest(f"read {path}: it is no regular file", hint="[sidecars] names files")
     return fd
 
 

@@ -13,7 +13,14 @@ import logging
 from collections.abc import Callable, Collection
 from functools import partial
 
-from tierd.catalog.decisions import decisions, deletions, deletions_for_space, missing_room_bytes, to_give_up
+from tierd.catalog.decisions import (
+    decisions,
+    deletions,
+    deletions_for_space,
+    missing_room_bytes,
+    pending,
+    to_give_up,
+)
 from tierd.catalog.entry import Entry
 from tierd.catalog.listing import files_of, refresh_run
 from tierd.context import DaemonContext
@@ -185,23 +192,26 @@ class Reaper:
                         break
 
     async def _drop_if_begun(self, tier: Tier, checkpoint: CheckpointId) -> bool:
-        """A deletion that failed after the manifest was gone has deleted the replica: only files without a manifest are
-        left. The plan may not have it any more, because while hot has no room it evicts what its policy keeps. In hot
-        nobody else deletes those files before the next start. False if they stay there for now."""
-        names = await files_of(tier, checkpoint)
-        if layout.MANIFEST in names or (tier.name == HOT and layout.node_files(names)):
-            return True
+        """A deletion that failed after the manifest was gone has deleted the replica, also where the plan does not have
+        it any more: hot evicts what its policy keeps while it has no room. Only files without a manifest are left. In
+        hot nobody else deletes those before the next start. In cold they get the tombstone, without which they could be
+        those of a copy that goes on elsewhere. False if they stay as they are for now."""
+        names, deletion = await files_of(tier, checkpoint), tier.deleting.get(checkpoint)
+        if deletion is None or layout.MANIFEST in names or (tier.name == HOT and layout.node_files(names)):
+            return True  # it was committed again, or nothing was deleted
         if tier.name == HOT:
             if self._context.memory.find(checkpoint) is not None:
                 return False  # the persister may be writing the same files
             await clear_uncommitted(tier, checkpoint)
+        elif names and checkpoint not in pending(self._catalog, self._context.config, tier.name):
+            await tier.bury(checkpoint, deletion.save, deletion.token)
         entry = self._catalog.get(checkpoint)
         is_last = entry is None or not entry.tiers - {tier.name}
-        deletion = audit.Action.EXPIRED if is_last else audit.Action.EVICTED
+        done = audit.Action.EXPIRED if is_last else audit.Action.EVICTED
         self._catalog.drop(checkpoint, tier.name)
         self._context.notify.space_freed()
         reason = "its deletion failed after the manifest was deleted"
-        self._context.audit.record(deletion, checkpoint=checkpoint, tier=tier.name, reason=reason)
+        self._context.audit.record(done, checkpoint=checkpoint, tier=tier.name, reason=reason)
         return True
 
     async def _list_again(self, run: Run, failed_tiers: set[str]) -> None:
