@@ -164,6 +164,7 @@ DOORS = {
             "tierd/failpoints.py": "SIGKILL at a failpoint of a test",
             "tierd/cli/app.py": "SIGTERM ends a command like Ctrl-C",
             "tierd/health/finiteness.py": "its process ends with the daemon",
+            "tierd/cli/torch_import.py": "the name of the signal that ended torch's process",
             "client/tierd_client/stopping/requests.py": "a stop request becomes client.stopping",
         },
     ),
@@ -216,6 +217,7 @@ DOORS = {
         files={
             "tierd/cli/demo_run.py": "runs trainers and daemons",
             "tierd/cli/export.py": "torch writes its own formats",
+            "tierd/cli/torch_import.py": "torch reads its own formats",
             "tierd/health/examiner.py": "counts NaN in a separate process",
         },
     ),
@@ -247,7 +249,10 @@ NEVER = {
 }
 
 
-EXCEPT = {"client/tierd_client/export.py": "torch.save"}  # for other tools, requested by name: decision 30
+EXCEPT = {
+    "client/tierd_client/export.py": "torch.save",  # for other tools, requested by name: decision 30
+    "client/tierd_client/torch_import.py": "torch.load",  # weights_only, in a process of its own: decision 70
+}
 
 
 @functools.cache
@@ -466,6 +471,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/transfer/assembled.py": "cli/test_export.py",
     "tierd/transfer/imported.py": "cli/test_flat_import.py",
     "tierd/transfer/foreign_file.py": "cli/test_safetensors_import.py",
+    "client/tierd_client/torch_import.py": "cli/test_torch_import.py",
     "tierd/cli/foreign_format.py": "cli/test_safetensors_import.py",
     "tierd/format/plain_safetensors.py": "cli/test_safetensors_import.py",
     "tierd/cli/replicas.py": "cli/test_restore.py",

@@ -13,10 +13,17 @@ from tierd.transfer.foreign_file import ForeignFile
 
 class Format(StrEnum):
     safetensors = "safetensors"
+    torch = "torch"
 
 
 _JSON_AT = 8  # a safetensors file begins with the length of its header, and the header with a brace
-_BY_SUFFIX = {".safetensors": Format.safetensors}
+_TORCH = (b"PK\3\4", b"\x80\2")  # a zip archive, or of torch before 1.6 a pickle
+_BY_SUFFIX = {
+    ".safetensors": Format.safetensors,
+    ".pt": Format.torch,
+    ".pth": Format.torch,
+    ".ckpt": Format.torch,
+}  # of files that are torn
 
 
 def format_of(path: Path) -> Format:
@@ -27,10 +34,12 @@ def format_of(path: Path) -> Format:
         head = file.read(_JSON_AT + 1, 0)
     if head[_JSON_AT:] == b"{":
         return Format.safetensors
+    if head.startswith(_TORCH):
+        return Format.torch
     if (by_suffix := _BY_SUFFIX.get(path.suffix)) is not None:
         return by_suffix
     raise Unsupported(
-        f"import {path}: it is no safetensors file",
+        f"import {path}: it is no file of torch.save or of safetensors",
         hint="a flat file needs --like; `tierd adopt` takes any file as it is",
     )
 
@@ -40,6 +49,13 @@ def _format_of_folder(path: Path) -> Format:
         names = os.listdir(path)
     except OSError as error:
         raise NotFound(f"import {path}: {error.strerror}") from error
+    if ".metadata" in names:
+        raise Unsupported(
+            f"import {path}: it is a folder of torch.distributed.checkpoint, whose index is a pickle that no reader of "
+            "torch opens without running it",
+            hint="python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt, where you trust the "
+            "folder; then import FILE.pt",
+        )
     if any(name.endswith(".safetensors") for name in names):
         return Format.safetensors
     raise Unsupported(

@@ -21,11 +21,12 @@ from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_report, progress_bar, size
 from tierd.cli.diff import parse_checkpoint
 from tierd.cli.flat_import import open_flat
-from tierd.cli.foreign_format import format_of
+from tierd.cli.foreign_format import Format, format_of
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import OpenedTiers, open_tiers
 from tierd.cli.options import settings_of
 from tierd.cli.safetensors_import import open_safetensors
+from tierd.cli.torch_import import open_torch
 from tierd.config.sections import Config
 from tierd.errors import BadConfig, BadRequest, Corrupt, DaemonUnreachable, LockHeld, TargetNotEmpty
 from tierd.format.audit import Action
@@ -62,7 +63,8 @@ class Imported(msgspec.Struct, kw_only=True):
 async def import_(
     context: typer.Context,
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A safetensors file, the folder of a model, or a flat file.")
+        Path,
+        typer.Argument(metavar="PATH", help="A file of torch.save, safetensors or flat, or the folder of a model."),
     ],
     run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run that gets the checkpoint.")],
     step: Annotated[
@@ -81,6 +83,12 @@ async def import_(
         int | None,
         typer.Option("--generation", metavar="G", min=1, help="Its generation; default: the newest of the run."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="KEY", help="For a torch file: the key of the model's state dict; the rest is extra."
+        ),
+    ] = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> int:
@@ -93,7 +101,7 @@ async def import_(
     began_s = time.monotonic()
     async with open_tiers(settings) as tiers:
         code = tiers.check_reachable()
-        async with _open(path.absolute(), name, like, step, tiers, config) as state:
+        async with _open(path.absolute(), name, like, step, model, tiers, config) as state:
             report = await import_state(state, path.absolute(), name, generation, tiers, config, is_dry_run=dry_run)
     report.seconds = round(time.monotonic() - began_s, 6)
     print_report(report, as_json=json, text=sentence(report))
@@ -102,9 +110,11 @@ async def import_(
 
 @asynccontextmanager
 async def _open(
-    path: Path, run: Run, like: str | None, step: int | None, tiers: OpenedTiers, config: Config
+    path: Path, run: Run, like: str | None, step: int | None, model: str | None, tiers: OpenedTiers, config: Config
 ) -> AsyncGenerator[ImportedState, Any]:
     """The state in the file, by what the file is. With `like` it is a flat file."""
+    if like is not None and model is not None:
+        raise BadConfig("--like is for a flat file, and --model for a file of torch.save", hint="give one of them")
     if like is not None:
         template = parse_checkpoint(like, None if "/" in like else run)
         async with open_flat(path, template, tiers, config) as state:
@@ -115,7 +125,10 @@ async def _open(
     format = format_of(path)
     if step is None:
         raise BadConfig(f"import {path}: a file of the format {format.value} does not say its step", hint="--step N")
-    async with open_safetensors(path, step) as state:
+    if format is Format.safetensors and model is not None:
+        raise BadConfig(f"import {path}: --model is for a file of torch.save", hint="all tensors here are the model's")
+    opened = open_torch(path, step, model) if format is Format.torch else open_safetensors(path, step)
+    async with opened as state:
         yield state
 
 
