@@ -92,6 +92,8 @@ def listed(tree: SourceTree, preset: Preset, *, unchanged_s: float) -> Listed:
     modified_s, folder_modified_s = tree.modified_ns / 1e9, tree.folders_changed_ns / 1e9
     content = _marker(tree, marker, preset) if marker is not None else None
     marker_modified_s = marker.modified_ns / 1e9 if marker is not None else 0.0
+    if not tree.is_file and not preset.marker:  # it was renamed into place, or a file beside it names it
+        content, marker_modified_s = b"", modified_s
     can_tell = marker is not None and preset.whole in (Whole.ZIP, Whole.FORMAT)
     if tree.is_file:
         (entry,) = tree.files
