@@ -62,8 +62,19 @@ async def adopt(
         str | None,
         typer.Option("--preset", metavar="NAME", help="PATH is a folder of checkpoints of this framework: take all."),
     ] = None,
+    pattern: Annotated[
+        str,
+        typer.Option(
+            "--pattern",
+            metavar="GLOB",
+            help="As --preset, of any program: a glob with {step} where the number is; for folders a slash at its end.",
+        ),
+    ] = "",
+    marker: Annotated[
+        str, typer.Option("--marker", metavar="NAME", help="With these: the file in a folder that is written last.")
+    ] = "",
     settled: Annotated[
-        bool, typer.Option("--settled", help="With --preset: no program writes there, so times do not matter.")
+        bool, typer.Option("--settled", help="With these: no program writes there, so times do not matter.")
     ] = False,
     generation: Annotated[
         int | None,
@@ -81,9 +92,12 @@ async def adopt(
     except (OSError, RuntimeError) as error:  # RuntimeError: before Python 3.13
         raise BadConfig(f"adopt {path}: {error}", hint="is it a link to itself?") from error
     _check_outside_tiers(source, config)
-    if (step is None) == (preset is None):
-        raise BadConfig("adopt needs --step N for one checkpoint, or --preset NAME for a folder of them")
-    chosen = None if preset is None else history_preset(preset)
+    is_history = preset is not None or bool(pattern)
+    if (step is None) != is_history:
+        raise BadConfig(
+            "adopt needs --step N for one checkpoint, or --preset NAME or --pattern GLOB for all in a folder"
+        )
+    chosen = history_preset(preset or "", pattern, marker, is_settled=settled) if is_history else None
     began_s = time.monotonic()
     pool = ThreadPool(adoption.THREADS, "tierd-adopt", where=str(source), timeout_s=2 * config.limits.request_timeout_s)
     try:

@@ -1,4 +1,4 @@
-"""`tierd adopt FOLDER --preset NAME`: adopts every complete checkpoint in a folder in which a framework has written.
+"""`tierd adopt FOLDER` with --preset or --pattern: adopts every complete checkpoint in a folder of a framework.
 
 Oldest first, each committed before the next one begins, so a command that was killed goes on where it was. What is not
 complete, cannot be read, or is older than what was adopted before is named and left alone.
@@ -17,6 +17,7 @@ from tierd.cli.adoptions import adopt_tree, existing
 from tierd.cli.console import duration, now, print_note, print_report, print_result, size
 from tierd.cli.log import record
 from tierd.cli.opened_tiers import PARTIAL, OpenedTiers
+from tierd.config.file import watch_mistakes
 from tierd.config.sections import Config, WatchConfig
 from tierd.errors import BadConfig, Full, NotFound, TargetNotEmpty, TierdError
 from tierd.format.audit import Action
@@ -50,11 +51,17 @@ class History(msgspec.Struct, kw_only=True):
     is_dry_run: bool
 
 
-def history_preset(name: str) -> Preset:
-    """Raises BadConfig for a name that is none."""
-    if name not in PRESETS:
+def history_preset(name: str, pattern: str, marker: str, *, is_settled: bool) -> Preset:
+    """A preset by its name, or as a pattern says. Raises BadConfig for what is none. Without a marker, a folder is
+    complete only if no program writes there."""
+    if name and name not in PRESETS:
         raise BadConfig(f"--preset {name!r} is none", hint=f"one of {', '.join(sorted(PRESETS))}")
-    return preset_of(WatchConfig(preset=name))  # pyright: ignore[reportArgumentType]
+    renamed = is_settled and pattern.endswith("/") and not marker
+    watch = WatchConfig(preset=name, pattern=pattern, marker=marker, renamed=renamed)  # pyright: ignore[reportArgumentType]
+    for key, value, expected in watch_mistakes(watch):
+        hint = "--marker names it; or --settled: no program writes there" if key == "marker" else ""
+        raise BadConfig(f"--{key} {value!r}: expected {expected}", hint=hint)
+    return preset_of(watch)
 
 
 async def adopt_history(
