@@ -133,6 +133,8 @@ def main(path: str, model: str | None, requests: BinaryIO, answers: BinaryIO) ->
         reply = ImportReply(tree=tree, tensors=described)
     except TierdError as error:
         reply = ImportReply(error_kind=error.kind, message=error.message, hint=error.hint)
+    except Exception as error:  # torch raises whatever its parsers raise; the command is to say what
+        reply = ImportReply(error_kind=TierdError.kind, message=f"{type(error).__qualname__}: {error}")
     encoded = reply.encode()
     answers.write(LENGTH.pack(len(encoded)) + encoded)
     answers.flush()
