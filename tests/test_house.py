@@ -165,6 +165,7 @@ DOORS = {
             "tierd/failpoints.py": "SIGKILL at a failpoint of a test",
             "tierd/cli/app.py": "SIGTERM ends a command like Ctrl-C",
             "tierd/health/finiteness.py": "its process ends with the daemon",
+            "tierd/cli/torch_import.py": "the name of the signal that ended torch's process",
             "client/tierd_client/stopping/requests.py": "a stop request becomes client.stopping",
         },
     ),
@@ -217,6 +218,7 @@ DOORS = {
         files={
             "tierd/cli/demo_run.py": "runs trainers and daemons",
             "tierd/cli/export.py": "torch writes its own formats",
+            "tierd/cli/torch_import.py": "torch reads its own formats",
             "tierd/health/examiner.py": "counts NaN in a separate process",
         },
     ),
@@ -248,7 +250,10 @@ NEVER = {
 }
 
 
-EXCEPT = {"client/tierd_client/export.py": "torch.save"}  # for other tools, requested by name: decision 30
+EXCEPT = {
+    "client/tierd_client/export.py": "torch.save",  # for other tools, requested by name: decision 30
+    "client/tierd_client/torch_import.py": "torch.load",  # weights_only, in a process of its own: decision 71
+}
 
 
 @functools.cache
@@ -467,6 +472,10 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/partial_restore.py": "cli/test_restore_cold.py",
     "tierd/transfer/assembled.py": "cli/test_export.py",
     "tierd/transfer/imported.py": "cli/test_flat_import.py",
+    "tierd/transfer/foreign_file.py": "cli/test_safetensors_import.py",
+    "client/tierd_client/torch_import.py": "cli/test_torch_import.py",
+    "tierd/cli/foreign_format.py": "cli/test_safetensors_import.py",
+    "tierd/format/plain_safetensors.py": "cli/test_safetensors_import.py",
     "tierd/cli/replicas.py": "cli/test_restore.py",
     "tierd/cli/show.py": "cli/test_verbs.py",
     "tierd/cli/run_requests.py": "cli/test_stop.py",
@@ -477,6 +486,9 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/sidecars.py": "e2e/test_sidecars.py",
     "tierd/cli/pivot.py": "e2e/test_pivot.py",
     "tierd/cli/adoptions.py": "cli/test_adopt.py",
+    "tierd/s3/foreign_objects.py": "cli/test_adopt_bucket.py",
+    "tierd/transfer/bucket_history.py": "cli/test_adopt_bucket.py",
+    "tierd/transfer/history_source.py": "cli/test_adopt_history.py",
     "tierd/status/lifecycle_report.py": "cli/test_verbs.py",
     "tierd/memory/run_memory.py": "memory/test_tier.py",
     "tierd/api/queue_reports.py": "api/test_operator.py",

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.cli import House, flip_a_bit, make_checkpoint, make_house
 from tests.support.daemon import Daemon
 from tests.support.foreign import contents, make_folder, write
 from tests.support.processes import ENVIRONMENT, ForkedProcess, run_tierd
+from tests.support.state import Training, assert_same
 from tests.support.waiting import wait_until
 from tests.support.wire_peer import Peer
 from tierd.format import wire
@@ -54,6 +57,34 @@ def test_a_single_file_comes_back_under_its_name(house: House, tmp_path: Path) -
     assert house.tierd("restore", "--to", house.root / "back").exit_code == 0
     assert contents(house.root / "back")[path.name] == contents(path.parent)[path.name]
     assert os.listdir(house.root / "back") == [path.name]
+
+
+def test_a_folder_of_gpt_simple_comes_back_byte_for_byte_and_its_model_is_imported(
+    house: House, tmp_path: Path
+) -> None:
+    training = Training.fresh()
+    training.train(3)
+    folder = tmp_path / "out/checkpoint-500-shutdown"
+    (folder / "model").mkdir(parents=True)
+    (folder / "rng").mkdir(mode=0o700)
+    save_file(training.model.state_dict(), folder / "model/model.safetensors", metadata={"format": "pt"})
+    torch.save(training.optimizer.state_dict(), folder / "optimizer.bin")
+    torch.save(training.scheduler.state_dict(), folder / "scheduler.bin")
+    torch.save({"torch": torch.get_rng_state()}, folder / "rng/rank-00000.pt")
+    (folder / "trainer_state.json").write_text('{"global_step": 500, "log_history": [{"loss": NaN}]}\n')
+    before = contents(folder)
+    assert house.json("adopt", folder, "--run", "gpt", "--step", "500")["files"] == 5
+    imported = house.json("import", folder / "model", "--run", "weights", "--step", "500")
+    shutil.rmtree(folder)
+    assert house.tierd("restore", "--run", "gpt", "--step", "500", "--to", folder).exit_code == 0
+    assert contents(folder) == before
+    fresh = Training.fresh(seed=2)
+    fresh.model.load_state_dict(load_file(folder / "model/model.safetensors"))
+    fresh.optimizer.load_state_dict(torch.load(folder / "optimizer.bin", weights_only=True))
+    assert_same(fresh.optimizer.state_dict(), training.optimizer.state_dict())
+    assert_same(fresh.model.state_dict(), training.model.state_dict())
+    again = house.json("import", folder / "model", "--run", "weights", "--step", "500")
+    assert (again["is_new"], again["size_bytes"]) == (False, imported["size_bytes"])
 
 
 def test_an_adopted_checkpoint_is_listed_verified_drilled_and_shown_as_any_other(house: House, folder: Path) -> None:

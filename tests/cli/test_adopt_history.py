@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.cli import House, make_house
 from tests.support.foreign import contents
-from tests.support.framework_saves import SAVES, Writer, save_hf
+from tests.support.framework_saves import SAVES, Writer, archive, save_dcp, save_hf
 from tests.support.processes import ENVIRONMENT, ForkedProcess, run_tierd
 from tests.support.waiting import wait_until
 
@@ -74,6 +74,28 @@ def test_a_folder_of_checkpoints_is_adopted_in_order_and_comes_back(house: House
     assert any("30" in path for path in restored)
 
 
+def test_a_pattern_adopts_what_no_preset_fits(house: House, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for step in (10, 20, 30):
+        save_dcp(folder, step, Writer()).rename(folder / str(step))
+        (folder / f"weights_{step}.pt").write_bytes(archive())
+    (folder / "20/.metadata").unlink()
+    (folder / "weights_30.pt").write_bytes(archive()[:-3])
+    aged(folder)
+
+    def adopt(run: str, *more: str) -> Any:
+        return json.loads(house.tierd("adopt", folder, "--run", run, "--json", *more).stdout)
+
+    folders = adopt("folders", "--pattern", "{step}/", "--marker", ".metadata")
+    assert (folders["adopted"], list(folders["left"])) == ([10, 30], ["20"])
+    assert adopt("settled", "--pattern", "{step}/", "--settled")["adopted"] == [10, 20, 30]
+    files = adopt("files", "--pattern", "weights_{step}.pt")
+    assert (files["adopted"], list(files["left"])) == ([10, 20], ["weights_30.pt"])
+    assert house.tierd("restore", "--run", "files", "--step", "20", "--to", tmp_path / "back").exit_code == 0
+    assert (tmp_path / "back/weights_20.pt").read_bytes() == (folder / "weights_20.pt").read_bytes()
+
+
 def test_a_command_that_is_killed_goes_on_where_it_was(house: House, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     history(folder, "hf-trainer", *range(10, 210, 10))
@@ -121,10 +143,15 @@ def test_what_expired_or_is_older_than_the_newest_is_not_adopted_again(house: Ho
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "--step N for one checkpoint, or --preset NAME"),
-        (["--preset", "hf-trainer", "--step", "1"], "--step N for one checkpoint, or --preset NAME"),
+        ([], "--step N for one checkpoint, or --preset NAME or --pattern GLOB"),
+        (["--preset", "hf-trainer", "--step", "1"], "--step N for one checkpoint, or --preset NAME or --pattern GLOB"),
         (["--preset", "none"], "'none' is none"),
         (["--preset", "lightning"], 'preset = "hf-trainer"'),
+        (["--preset", "dcp", "--pattern", "step-{step}/"], "a preset or a pattern, one of the two"),
+        (["--pattern", "step-*/"], "--pattern 'step-*/': expected {step} once, where the number is"),
+        (["--pattern", "step-{step}/"], "expected the file that is written last"),
+        (["--pattern", "a/step-{step}.pt"], "expected the name of a file"),
+        (["--pattern", "step-{step}.pt", "--marker", "x"], "a path in a checkpoint that is a folder"),
     ],
 )
 def test_a_wrong_use_is_refused(house: House, tmp_path: Path, arguments: list[str], expected: str) -> None:

@@ -7,6 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from tests.support.cli import House, make_house
@@ -26,6 +28,10 @@ def test_the_commands_of_the_guide_succeed_in_their_order(tmp_path: Path, monkey
     training = Training.fresh()
     training.train(4)
     commit(house.hot, [stage(training.state())], run="old", step=4)
+    (tmp_path / "checkpoint-500/model").mkdir(parents=True)
+    for path in ("model.safetensors", "checkpoint-500/model/model.safetensors"):
+        save_file(training.model.state_dict(), tmp_path / path)
+    torch.save({"net": training.model.state_dict(), "epoch": 3}, tmp_path / "step_500.pt")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TIERD_CONFIG", str(house.config))
     assert len(commands()) > 3

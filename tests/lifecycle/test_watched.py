@@ -212,6 +212,22 @@ def test_files_of_a_pattern_are_complete_as_their_format_says_or_when_they_are_r
     assert sorted(renamed.complete.values()) == [1, 2, 3, 4, 5]
 
 
+def test_a_folder_that_is_renamed_into_place_is_complete_until_a_file_in_it_is_deleted(tmp_path: Path) -> None:
+    preset = preset_of(watch_of(pattern="a-{step}/", renamed=True))
+    for step in (1, 2):
+        folder = tmp_path / f"tmp-{step}"
+        (folder / "deep").mkdir(parents=True)
+        for name in ("weights.pt", "deep/more"):
+            (folder / name).write_bytes(archive())
+        folder.rename(tmp_path / f"a-{step}")
+    assert judged(tmp_path, preset).complete == {"a-1": 1, "a-2": 2}
+    for path in tmp_path.rglob("*"):
+        os.utime(path, OLD)
+    (tmp_path / "a-2/deep/more").unlink()
+    verdicts = judged(tmp_path, preset)
+    assert (verdicts.complete, list(verdicts.waiting)) == ({"a-1": 1}, ["a-2"])
+
+
 def test_folders_of_a_pattern_are_complete_when_their_marker_is_there(tmp_path: Path) -> None:
     preset = preset_of(watch_of(pattern="it{step}/", marker="DONE"))
     (tmp_path / "it5").mkdir()

@@ -21,7 +21,7 @@ from tierd.format.ids import checkpoint_id
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.pool import ThreadPool
 from tierd.tiers.tier import Tier
-from tierd.transfer.adoption import Adoption, created_at, is_same_tree, read_tree, scan_settled
+from tierd.transfer.adoption import FolderAdoption, created_at, is_same_tree, read_tree, scan_settled
 from tierd.transfer.source_tree import scan
 
 CHECKPOINT = checkpoint_id("hf", 500, 1)
@@ -48,7 +48,7 @@ def later() -> datetime:
 async def adopt(folder: Path, root: Path, pool: ThreadPool, meanwhile: Callable[[], object] = lambda: None) -> Tier:
     """`meanwhile`: called once, when the first file was read."""
     acts = iter([meanwhile])
-    attempt = Adoption(await scan_settled(folder, pool, later), pool)
+    attempt = FolderAdoption(await scan_settled(folder, pool, later), pool=pool)
     async with DirectoryStore(root) as store:
         tier = Tier("hot", store)
         await attempt.copy(CHECKPOINT, store, progress=lambda size_bytes: next(acts, lambda: None)())

@@ -14,6 +14,7 @@ import msgspec
 import typer
 
 from tierd.cli import options
+from tierd.cli.adopt_bucket import bucket_history, check_bucket
 from tierd.cli.adopt_history import adopt_history, history_preset
 from tierd.cli.adoptions import adopt_tree, existing
 from tierd.cli.console import duration, now, print_report, size
@@ -28,7 +29,8 @@ from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
 from tierd.tiers.pool import ThreadPool
 from tierd.transfer import adoption
-from tierd.transfer.adoption import Adoption, adopted_id, scan_settled
+from tierd.transfer.adoption import FolderAdoption, adopted_id, scan_settled
+from tierd.transfer.history_source import FolderHistory
 
 
 class Adopted(msgspec.Struct, kw_only=True):
@@ -52,7 +54,12 @@ class Adopted(msgspec.Struct, kw_only=True):
 
 async def adopt(
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder or a file, complete, of any program.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH", help="A folder or a file, complete, of any program; for all in a folder also an s3:// URL."
+        ),
+    ],
     run: Annotated[
         str,
         typer.Option("--run", metavar="RUN", help="The name of the run: one of its own, that no tierd client writes."),
@@ -62,8 +69,19 @@ async def adopt(
         str | None,
         typer.Option("--preset", metavar="NAME", help="PATH is a folder of checkpoints of this framework: take all."),
     ] = None,
+    pattern: Annotated[
+        str,
+        typer.Option(
+            "--pattern",
+            metavar="GLOB",
+            help="As --preset, of any program: a glob with {step} where the number is; for folders a slash at its end.",
+        ),
+    ] = "",
+    marker: Annotated[
+        str, typer.Option("--marker", metavar="NAME", help="With these: the file in a folder that is written last.")
+    ] = "",
     settled: Annotated[
-        bool, typer.Option("--settled", help="With --preset: no program writes there, so times do not matter.")
+        bool, typer.Option("--settled", help="With these: no program writes there, so times do not matter.")
     ] = False,
     generation: Annotated[
         int | None,
@@ -76,14 +94,24 @@ async def adopt(
     name = check_run(run)
     config = settings_of(context).config()
     check_key(config)
-    try:
-        source = path.absolute().resolve()
-    except (OSError, RuntimeError) as error:  # RuntimeError: before Python 3.13
-        raise BadConfig(f"adopt {path}: {error}", hint="is it a link to itself?") from error
+    is_history = preset is not None or bool(pattern)
+    if (step is None) != is_history:
+        raise BadConfig(
+            "adopt needs --step N for one checkpoint, or --preset NAME or --pattern GLOB for all in a folder"
+        )
+    chosen = history_preset(preset or "", pattern, marker, is_settled=settled) if is_history else None
+    if path.startswith("s3://"):
+        if chosen is None:
+            raise BadConfig(
+                f"adopt {path}: --step is for a folder here", hint="--preset or --pattern takes all below it"
+            )
+        source_url = check_bucket(path, config)
+        how = {"is_settled": settled, "is_dry_run": dry_run, "as_json": json}
+        async with open_tiers(settings_of(context)) as tiers, bucket_history(source_url, config) as bucket:
+            code = tiers.check_reachable()
+            return await adopt_history(bucket, name, chosen, generation, tiers, config, **how) or code
+    source = _resolved(path)
     _check_outside_tiers(source, config)
-    if (step is None) == (preset is None):
-        raise BadConfig("adopt needs --step N for one checkpoint, or --preset NAME for a folder of them")
-    chosen = None if preset is None else history_preset(preset)
     began_s = time.monotonic()
     pool = ThreadPool(adoption.THREADS, "tierd-adopt", where=str(source), timeout_s=2 * config.limits.request_timeout_s)
     try:
@@ -91,7 +119,8 @@ async def adopt(
             code = tiers.check_reachable()
             if chosen is not None:
                 how = {"is_settled": settled, "is_dry_run": dry_run, "as_json": json}
-                return await adopt_history(source, name, chosen, generation, tiers, config, pool, **how) or code
+                folder = FolderHistory(source, pool)
+                return await adopt_history(folder, name, chosen, generation, tiers, config, **how) or code
             assert step is not None
             limit = tiers.catalog.claims.generation_limit(name, now().timestamp())
             checkpoint = adopted_id(tiers.catalog, name, step, generation, generation_max=limit)
@@ -112,7 +141,7 @@ async def adopt(
             elif not dry_run:
                 keyring = keyring_of(config.security.key_file, to_sign=True)
                 manifest, report.cloned_bytes = await adopt_tree(
-                    tiers, config, keyring, checkpoint, Adoption(tree, pool)
+                    tiers, config, keyring, checkpoint, FolderAdoption(tree, pool=pool)
                 )
                 report.sequence = manifest.sequence
                 await record(config, Action.COMMITTED, checkpoint, HOT, reason=f"adopted from {source}")
@@ -121,6 +150,13 @@ async def adopt(
     report.seconds = round(time.monotonic() - began_s, 6)
     print_report(report, as_json=json, text=_sentence(report))
     return code
+
+
+def _resolved(path: str) -> Path:
+    try:
+        return Path(path).absolute().resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: before Python 3.13
+        raise BadConfig(f"adopt {path}: {error}", hint="is it a link to itself?") from error
 
 
 def _sentence(report: Adopted) -> str:

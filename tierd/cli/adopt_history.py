@@ -1,4 +1,4 @@
-"""`tierd adopt FOLDER --preset NAME`: adopts every complete checkpoint in a folder in which a framework has written.
+"""`tierd adopt FOLDER` with --preset or --pattern: adopts every complete checkpoint in a folder of a framework.
 
 Oldest first, each committed before the next one begins, so a command that was killed goes on where it was. What is not
 complete, cannot be read, or is older than what was adopted before is named and left alone.
@@ -6,10 +6,10 @@ complete, cannot be read, or is older than what was adopted before is named and 
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
@@ -17,6 +17,7 @@ from tierd.cli.adoptions import adopt_tree, existing
 from tierd.cli.console import duration, now, print_note, print_report, print_result, size
 from tierd.cli.log import record
 from tierd.cli.opened_tiers import PARTIAL, OpenedTiers
+from tierd.config.file import watch_mistakes
 from tierd.config.sections import Config, WatchConfig
 from tierd.errors import BadConfig, Full, NotFound, TargetNotEmpty, TierdError
 from tierd.format.audit import Action
@@ -24,11 +25,10 @@ from tierd.format.ids import Run
 from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.watched import PRESETS, Listed, Preset, Verdicts, is_name, judge, misfit, preset_of
-from tierd.tiers.pool import ThreadPool
-from tierd.transfer.adoption import Adoption, adopted_id
+from tierd.transfer.adoption import adopted_id
 from tierd.transfer.atomic_output import clear_abandoned
+from tierd.transfer.history_source import HistorySource
 from tierd.transfer.source_tree import SourceTree
-from tierd.transfer.watched_folder import listed, names, read_beside, scan_entry
 
 QUIET_S = 10.0  # what was written less long ago may not be complete
 
@@ -50,21 +50,26 @@ class History(msgspec.Struct, kw_only=True):
     is_dry_run: bool
 
 
-def history_preset(name: str) -> Preset:
-    """Raises BadConfig for a name that is none."""
-    if name not in PRESETS:
+def history_preset(name: str, pattern: str, marker: str, *, is_settled: bool) -> Preset:
+    """A preset by its name, or as a pattern says. Raises BadConfig for what is none. Without a marker, a folder is
+    complete only if no program writes there."""
+    if name and name not in PRESETS:
         raise BadConfig(f"--preset {name!r} is none", hint=f"one of {', '.join(sorted(PRESETS))}")
-    return preset_of(WatchConfig(preset=name))  # pyright: ignore[reportArgumentType]
+    renamed = is_settled and pattern.endswith("/") and not marker
+    watch = WatchConfig(preset=name, pattern=pattern, marker=marker, renamed=renamed)  # pyright: ignore[reportArgumentType]
+    for key, value, expected in watch_mistakes(watch):
+        hint = "--marker names it; or --settled: no program writes there" if key == "marker" else ""
+        raise BadConfig(f"--{key} {value!r}: expected {expected}", hint=hint)
+    return preset_of(watch)
 
 
 async def adopt_history(
-    folder: Path,
+    source: HistorySource,
     run: Run,
     preset: Preset,
     generation: int | None,
     tiers: OpenedTiers,
     config: Config,
-    pool: ThreadPool,
     *,
     is_settled: bool,
     is_dry_run: bool,
@@ -75,17 +80,17 @@ async def adopt_history(
     began_s = time.monotonic()
     limit = tiers.catalog.claims.generation_limit(run, now().timestamp())
     any_id = adopted_id(tiers.catalog, run, 0, generation, generation_max=limit)
-    report = History(run=run, path=str(folder), preset=preset.name, generation=any_id.generation, is_dry_run=is_dry_run)
-    trees, verdicts = await _judge(folder, preset, pool, report, is_settled=is_settled)
+    report = History(run=run, path=source.name, preset=preset.name, generation=any_id.generation, is_dry_run=is_dry_run)
+    trees, verdicts = await _judge(source, preset, report, is_settled=is_settled)
     report.left |= verdicts.waiting
     steps = sorted(verdicts.complete.items(), key=lambda item: item[1])
     newest = max((entry.id.step for entry in tiers.catalog.entries(run)), default=-1)
     if not is_dry_run:
         with suppress(OSError):  # what a killed command has left
-            await pool.run(clear_abandoned, config.hot_path / run, {run}.issuperset)
+            await asyncio.to_thread(clear_abandoned, config.hot_path / run, {run}.issuperset)
     for name, step in steps:
         try:
-            await _adopt_one(trees[name], step, newest, tiers, config, pool, report)
+            await _adopt_one(source, trees[name], step, newest, tiers, config, report)
         except Full as error:
             raise Full(
                 f"{error.message}; {len(report.adopted)} of {len(steps)} checkpoints were adopted",
@@ -99,20 +104,20 @@ async def adopt_history(
 
 
 async def _judge(
-    folder: Path, preset: Preset, pool: ThreadPool, report: History, *, is_settled: bool
+    source: HistorySource, preset: Preset, report: History, *, is_settled: bool
 ) -> tuple[dict[str, SourceTree], Verdicts]:
-    found = await pool.query(names, folder)
-    fitting = [name for name, is_folder in found.folders.items() if is_name(name, preset, is_folder=is_folder)]
+    found = await source.names()
+    fitting = [name for name, is_folder in found.items() if is_name(name, preset, is_folder=is_folder)]
     if not fitting:
-        raise misfit(str(folder), found.folders, preset) or NotFound(
-            f"adopt {folder}: no name there fits the preset {preset.name}, as {preset.example} would",
+        raise misfit(source.name, found, preset) or NotFound(
+            f"adopt {source.name}: no name there fits the preset {preset.name}, as {preset.example} would",
             hint="--step N adopts a single folder or file",
         )
     trees: dict[str, SourceTree] = {}
     ready: list[Listed] = []
     for name in sorted(fitting, key=preset.step_of):
         try:
-            tree = await pool.query(scan_entry, folder / name)
+            tree = await source.tree(name)
             if tree is None:
                 continue
             if not tree.files:
@@ -120,17 +125,23 @@ async def _judge(
                 continue
             changed_s = max(tree.modified_ns, tree.folders_changed_ns) / 1e9
             unchanged_s = math.inf if is_settled else now().timestamp() - changed_s
-            ready.append(await pool.query(lambda tree=tree, age=unchanged_s: listed(tree, preset, unchanged_s=age)))
+            ready.append(await source.listed(tree, preset, unchanged_s=unchanged_s))
             trees[name] = tree
         except TierdError as error:
             report.left[name] = error.message
-    beside = await pool.query(read_beside, folder, preset.beside) if preset.beside else (b"", 0.0)
+    beside = await source.beside(preset.beside) if preset.beside else (b"", 0.0)
     quiet_s = math.inf if is_settled else QUIET_S
     return trees, judge(ready, preset, quiet_s=quiet_s, beside=beside, named_before=list(trees) if is_settled else ())
 
 
 async def _adopt_one(
-    tree: SourceTree, step: int, newest: int, tiers: OpenedTiers, config: Config, pool: ThreadPool, report: History
+    source: HistorySource,
+    tree: SourceTree,
+    step: int,
+    newest: int,
+    tiers: OpenedTiers,
+    config: Config,
+    report: History,
 ) -> None:
     """`newest`: the step of the run's newest checkpoint before this command; -1 if there is none."""
     run = Run(report.run)
@@ -146,9 +157,9 @@ async def _adopt_one(
     report.size_bytes += tree.size_bytes
     if not report.is_dry_run:
         keyring = keyring_of(config.security.key_file, to_sign=True)
-        _, cloned_bytes = await adopt_tree(tiers, config, keyring, checkpoint, Adoption(tree, pool))
+        _, cloned_bytes = await adopt_tree(tiers, config, keyring, checkpoint, source.adoption(tree))
         report.cloned_bytes += cloned_bytes
-        await record(config, Action.COMMITTED, checkpoint, HOT, reason=f"adopted from {tree.path}")
+        await record(config, Action.COMMITTED, checkpoint, HOT, reason=f"adopted from {source.name}/{tree.name}")
     report.adopted.append(step)
 
 

@@ -34,7 +34,7 @@ async def existing(tiers: OpenedTiers, checkpoint: CheckpointId, tree: SourceTre
     if is_same_tree(await read_tree(tier, entry.manifest), entry.manifest, tree):
         return entry.manifest
     raise TargetNotEmpty(
-        f"adopt {tree.path} as {checkpoint}: that was adopted before, from other files or before they were written",
+        f"adopt {tree.where} as {checkpoint}: that was adopted before, from other files or before they were written",
         hint=f"--generation {checkpoint.generation + 1} adopts it as a step of a new timeline",
     )
 
@@ -48,7 +48,7 @@ async def adopt_tree(
         timeout_s = 2 * config.limits.request_timeout_s
         url = f"file://{output.partial}"
         async with DirectoryStore(output.folder, timeout_s=timeout_s, access=output.access, url=url) as store:
-            if not await attempt.pool.query(attempt.tree.can_clone_into, output.descriptor):
+            if not await attempt.can_clone_into(output.descriptor):
                 output.check_room(attempt.tree.size_bytes)
             algorithm = "" if keyring is None else preferred()
             with progress_bar(f"step {checkpoint.step} into hot", attempt.tree.size_bytes) as progress:

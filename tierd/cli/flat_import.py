@@ -7,12 +7,9 @@ scheduler, generators. It is read from its tiers, verified.
 from __future__ import annotations
 
 import asyncio
-import os
-import stat
 import struct
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import UTC, datetime
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +18,12 @@ from tierd.cli.console import print_note
 from tierd.cli.opened_tiers import OpenedTiers
 from tierd.cli.replicas import Replicas
 from tierd.config.sections import Config
-from tierd.descriptors import read_all
-from tierd.errors import BadConfig, Corrupt, NotFound, Transient, Unsupported
+from tierd.errors import Unsupported
 from tierd.format import flat_file
 from tierd.format.flat_file import Parameter
 from tierd.format.whole import WholeTensor, whole_in, whole_tensors
 from tierd.lifecycle.selection import CheckpointQuery
-from tierd.tiers.tree import closing_fd
+from tierd.transfer.foreign_file import ForeignFile, created_at
 from tierd.transfer.imported import ImportedState
 from tierd.transfer.verified_reader import VerifiedReader
 
@@ -43,14 +39,8 @@ async def open_flat(
 ) -> AsyncGenerator[ImportedState, Any]:
     """The state in a flat file. The caller reads it within the block. Raises NotFound, Corrupt or Unsupported."""
     async with AsyncExitStack() as stack:
-        try:
-            fd = stack.enter_context(closing_fd(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)))
-        except OSError as error:
-            raise NotFound(f"import {path}: {error.strerror}") from error
-        before = os.fstat(fd)
-        if not stat.S_ISREG(before.st_mode):
-            raise BadConfig(f"import {path}: it is no regular file")
-        step, count = flat_file.parse_header(os.pread(fd, flat_file.HEADER.size, 0), before.st_size, where=str(path))
+        file = stack.enter_context(closing(ForeignFile(path)))
+        step, count = flat_file.parse_header(file.read(flat_file.HEADER.size, 0), file.size_bytes, where=str(path))
         inventory = selectable_replicas(tiers.catalog)
         replicas = await stack.enter_async_context(Replicas(like, inventory, tiers.by_name, config))
         await replicas.nearest()
@@ -77,28 +67,23 @@ async def open_flat(
         _report_taken(tensors.keys() - replaced.keys(), trees, str(template.id))
         lock = asyncio.Lock()
 
-        async def read(file: str, offset: int, buffer: memoryview) -> None:
-            if file == _FLAT:
-                await asyncio.to_thread(_read, fd, offset, buffer, path)
-            elif file == _STEP:
+        async def read(name: str, offset: int, buffer: memoryview) -> None:
+            if name == _FLAT:
+                await asyncio.to_thread(file.fill, offset, buffer)
+            elif name == _STEP:
                 buffer[:] = _FLOAT.pack(step)[offset : offset + len(buffer)]
             else:
                 async with lock:
-                    await reader.fill(file, offset, buffer)
-
-        def check_unchanged() -> None:
-            after = os.fstat(fd)
-            if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                raise Transient(f"import {path}: it was written meanwhile", hint="import it when it is complete")
+                    await reader.fill(name, offset, buffer)
 
         yield ImportedState(
             format=FORMAT,
             step=step,
-            created_at=datetime.fromtimestamp(before.st_mtime, UTC).isoformat(timespec="microseconds"),
+            created_at=created_at([file]),
             trees=trees,
             tensors=list((tensors | replaced).values()),
             read=read,
-            check_unchanged=check_unchanged,
+            check_unchanged=file.check_unchanged,
             architecture_hash=template.architecture_hash,
             metrics={},
             versions={"like": str(template.id)},
@@ -144,8 +129,3 @@ def _report_taken(names: set[str], trees: Sequence[Any], template: str) -> None:
     sections = sorted(name for name in trees[0] if name not in ("model", "optimizer"))
     if taken := [*sections, *tensors]:
         print_note(f"tierd: from {template}, not from the file: {'; '.join(taken)}")
-
-
-def _read(fd: int, offset: int, buffer: memoryview, path: Path) -> None:
-    if missing := read_all(fd, offset, buffer):
-        raise Corrupt(f"import {path}: it ends at byte {offset + len(buffer) - missing}")

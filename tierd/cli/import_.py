@@ -7,8 +7,10 @@ sees an incomplete one. Needs no daemon; one that runs on this directory finds i
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -19,9 +21,12 @@ from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_report, progress_bar, size
 from tierd.cli.diff import parse_checkpoint
 from tierd.cli.flat_import import open_flat
+from tierd.cli.foreign_format import Format, format_of
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import OpenedTiers, open_tiers
 from tierd.cli.options import settings_of
+from tierd.cli.safetensors_import import open_safetensors
+from tierd.cli.torch_import import open_torch
 from tierd.config.sections import Config
 from tierd.errors import BadConfig, BadRequest, Corrupt, DaemonUnreachable, LockHeld, TargetNotEmpty
 from tierd.format.audit import Action
@@ -57,22 +62,32 @@ class Imported(msgspec.Struct, kw_only=True):
 
 async def import_(
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A flat file: int32 step, int32 n, weights, m, v.")],
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="A file of torch.save, safetensors or flat, or the folder of a model."),
+    ],
     run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run that gets the checkpoint.")],
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="N", min=0, help="Its step. A flat file of another step is refused."),
+    ] = None,
     like: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--like",
             metavar="CHECKPOINT",
-            help="[RUN/]STEP, latest or milestone:NAME: gives names, shapes, and all that the file lacks.",
+            help="For a flat file: [RUN/]STEP, latest or milestone:NAME: gives names, shapes, and all that it lacks.",
         ),
-    ],
-    step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=0, help="Refuse the file unless it is of this step.")
     ] = None,
     generation: Annotated[
         int | None,
         typer.Option("--generation", metavar="G", min=1, help="Its generation; default: the newest of the run."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="KEY", help="For a torch file: the key of the model's state dict; the rest is extra."
+        ),
     ] = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
@@ -83,17 +98,38 @@ async def import_(
     config = settings.config()
     check_key(config)
     check_no_trainer(config, name)
-    template = parse_checkpoint(like, None if "/" in like else run)
     began_s = time.monotonic()
     async with open_tiers(settings) as tiers:
         code = tiers.check_reachable()
-        async with open_flat(path.absolute(), template, tiers, config) as state:
-            if step not in (None, state.step):
-                raise BadConfig(f"import {path} as step {step}: it is of step {state.step}", hint="leave --step out")
+        async with _open(path.absolute(), name, like, step, model, tiers, config) as state:
             report = await import_state(state, path.absolute(), name, generation, tiers, config, is_dry_run=dry_run)
     report.seconds = round(time.monotonic() - began_s, 6)
     print_report(report, as_json=json, text=sentence(report))
     return code
+
+
+@asynccontextmanager
+async def _open(
+    path: Path, run: Run, like: str | None, step: int | None, model: str | None, tiers: OpenedTiers, config: Config
+) -> AsyncGenerator[ImportedState, Any]:
+    """The state in the file, by what the file is. With `like` it is a flat file."""
+    if like is not None and model is not None:
+        raise BadConfig("--like is for a flat file, and --model for a file of torch.save", hint="give one of them")
+    if like is not None:
+        template = parse_checkpoint(like, None if "/" in like else run)
+        async with open_flat(path, template, tiers, config) as state:
+            if step not in (None, state.step):
+                raise BadConfig(f"import {path} as step {step}: it is of step {state.step}", hint="leave --step out")
+            yield state
+        return
+    format = format_of(path)
+    if step is None:
+        raise BadConfig(f"import {path}: a file of the format {format.value} does not say its step", hint="--step N")
+    if format is Format.safetensors and model is not None:
+        raise BadConfig(f"import {path}: --model is for a file of torch.save", hint="all tensors here are the model's")
+    opened = open_torch(path, step, model) if format is Format.torch else open_safetensors(path, step)
+    async with opened as state:
+        yield state
 
 
 def sentence(report: Imported) -> str:

@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from tierd.access import PRIVATE
 from tierd.catalog.selectable import selectable_replicas
 from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, print_note, print_report, size
@@ -24,11 +25,12 @@ from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, check_one_place, parse_query, settings_of
 from tierd.cli.partial_restore import Subset, fetch_subset
 from tierd.cli.replicas import Replicas
+from tierd.cli.sidecar_restore import SidecarRestore
 from tierd.config.sections import Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierdError, Unsupported
 from tierd.format import layout
 from tierd.format.health import Diagnosis
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import CheckpointId, check_run
 from tierd.format.manifest import Manifest, encode_marker
 from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery
 from tierd.tiers.directory import DirectoryStore
@@ -46,7 +48,8 @@ Convert = Callable[[Path, Manifest, AtomicOutput], Awaitable[Path]]
 class Restored(msgspec.Struct, kw_only=True):
     """What `tierd restore --json` prints. `kind`: "adopted" for the folder of another program, as it was. `tier`: the
     last that was read; `given_bytes`: what each tier gave.
-    `resumed_bytes`: left by an earlier attempt. `passed_over`: tiers that could not give all of it, and why."""
+    `resumed_bytes`: left by an earlier attempt. `passed_over`: tiers that could not give all of it, and why.
+    `sidecars`: the files that the tiers have of those that the run writes beside its checkpoints."""
 
     run: str
     step: int
@@ -62,6 +65,7 @@ class Restored(msgspec.Struct, kw_only=True):
     given_bytes: dict[str, int]
     resumed_bytes: int
     passed_over: dict[str, str]
+    sidecars: list[str] = []
 
 
 async def restore(
@@ -79,6 +83,12 @@ async def restore(
         typer.Option("--only", metavar="GLOB", help="Only tensors whose names match, as 'model.*'; may be repeated."),
     ] = None,
     rank: Annotated[int | None, typer.Option("--rank", metavar="N", min=0, help="Only the shard of that rank.")] = None,
+    sidecars: Annotated[
+        Path | None,
+        typer.Option(
+            "--sidecars", metavar="FOLDER", help="Also write the files beside the run's checkpoints there, as new ones."
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> int:
     """Copy a checkpoint, or a part of it, into a directory, verified."""
@@ -91,7 +101,10 @@ async def restore(
             hint="give --run and the number of a step that you trust: --step N",
         )
     settings = settings_of(context)
-    restored = await restore_to(target, settings, query, place, subset=subset, allow_unsigned=allow_unsigned)
+    beside = SidecarRestore(into=sidecars, tier=None if tier in (AUTO, MEMORY) else tier, place=place)
+    restored = await restore_to(
+        target, settings, query, place, subset=subset, allow_unsigned=allow_unsigned, beside=beside
+    )
     verb = "restored" if restored.is_whole else "restored a part of"
     resumed = f", {size(restored.resumed_bytes)} of it from an earlier attempt" if restored.resumed_bytes else ""
     text = (
@@ -100,6 +113,7 @@ async def restore(
         f"{duration(restored.seconds)}, {size(restored.bytes_per_s)}/s{resumed}, verified"
     )
     print_report(restored, as_json=json, text=text)
+    beside.report(restored.run)
     return 0
 
 
@@ -120,8 +134,10 @@ async def restore_to(
     convert: Convert | None = None,
     subset: Subset | None = None,
     allow_unsigned: bool = False,
+    beside: SidecarRestore | None = None,
 ) -> Restored:
-    """Write the selected checkpoint to the target, verified; or what `convert` makes of it, or a subset of it."""
+    """Write the selected checkpoint to the target, verified; or what `convert` makes of it, or a subset of it.
+    `beside`: what to do with the sidecar files of its run then."""
     config = None if place else settings.config()
     health: dict[CheckpointId, bool | None] = {}
     if config and query.tier in (AUTO, MEMORY):
@@ -144,9 +160,14 @@ async def restore_to(
             is_whole = convert is None and subset is None
             is_own = config is not None and _is_own_place(replicas.chosen.id, target, config, is_whole=is_whole)
             try:
-                return await _fetch(replicas, target, convert, subset, is_for_tier=is_own)
+                restored = await _fetch(replicas, target, convert, subset, is_for_tier=is_own)
             except TierdError as error:
                 raise (nodes.refusal(error) if nodes is not None else error) from error
+        if beside is not None:
+            restored.sidecars = await beside.run(
+                tiers, check_run(restored.run), PRIVATE if config is None else config.access
+            )
+        return restored
 
 
 def _is_own_place(checkpoint: CheckpointId, target: Path, config: Config, *, is_whole: bool) -> bool:

@@ -22,6 +22,9 @@ from tierd.transfer.sidecar_output import write_sidecar
 Key = tuple[Run, str, str, int]
 """Run, phase, file and version."""
 
+Stored = dict[Key, dict[str, list[Segment]]]
+"""The segments of each version of each file, by tier."""
+
 _TRIES = 3  # a daemon may merge segments while they are read
 
 
@@ -59,7 +62,7 @@ async def sidecars(
     options.check_one_place(place, tier)
     async with open_tiers(settings, place=place, only=tier) as tiers:
         code = tiers.check_reachable()
-        stored = await _list(tiers, [check_run(run)] if run else sorted(tiers.catalog.runs()))
+        stored = await stored_sidecars(tiers, [check_run(run)] if run else sorted(tiers.catalog.runs()))
         stored = {
             key: found
             for key, found in stored.items()
@@ -76,21 +79,27 @@ async def sidecars(
             raise NotFound("no sidecar file matches", hint="`tierd sidecars` lists them")
         if len(runs) > 1:
             raise NotFound(f"{len(runs)} runs have sidecar files", hint="name one with --run")
-        newest = {key[:3]: max(other[3] for other in stored if other[:3] == key[:3]) for key in stored}
         access = settings.config().access if place is None else PRIVATE
-        written: list[SidecarVersion] = []
-        for key in sorted(key for key in stored if newest[key[:3]] == key[3]):
-            report = _report(key, stored[key])
-            report.is_written = await _write(tiers, key, stored[key], into / key[2], access)
-            written.append(report)
+        written = await write_newest(tiers, stored, into, access)
         print_report(written, as_json=json, text=lambda reports: _print_written(reports, into))
         return code
 
 
-async def _list(tiers: OpenedTiers, runs: list[Run]) -> dict[Key, dict[str, list[Segment]]]:
+async def write_newest(tiers: OpenedTiers, stored: Stored, into: Path, access: Access) -> list[SidecarVersion]:
+    """Writes the newest version of each file into the folder. Raises TargetNotEmpty where other bytes are there."""
+    newest = {key[:3]: max(other[3] for other in stored if other[:3] == key[:3]) for key in stored}
+    written: list[SidecarVersion] = []
+    for key in sorted(key for key in stored if newest[key[:3]] == key[3]):
+        report = _report(key, stored[key])
+        report.is_written = await _write(tiers, key, stored[key], into / key[2], access)
+        written.append(report)
+    return written
+
+
+async def stored_sidecars(tiers: OpenedTiers, runs: list[Run]) -> Stored:
     """The chain of each version of each file, in each tier that answers."""
     left_out = tiers.absent | tiers.catalog.unlisted().keys()
-    found: dict[Key, dict[str, list[Segment]]] = {}
+    found: Stored = {}
     for name, tier in tiers.by_name.items():
         if name in left_out:
             continue
@@ -159,7 +168,14 @@ def _print(found: list[SidecarVersion]) -> None:
 
 
 def _print_written(written: list[SidecarVersion], into: Path) -> None:
+    print_result(*written_lines(written, into))
+
+
+def written_lines(written: list[SidecarVersion], into: Path) -> list[str]:
+    """What `write_newest` has done, in words."""
+    lines: list[str] = []
     for each in written:
         about = f"version {each.version}, {size(max(each.size_bytes.values()))}"
         what = "written" if each.is_written else "is there already"
-        print_result(f"{into / each.file}: {what} ({about})")
+        lines.append(f"{into / each.file}: {what} ({about})")
+    return lines

@@ -23,7 +23,15 @@ import msgspec
 
 from tierd.access import access_of, others_can_write
 from tierd.config import environment as config_environment
-from tierd.config.sections import ARCHIVED, ColdConfig, ColdPolicy, Config, SnapshotConfig, is_exposed_endpoint
+from tierd.config.sections import (
+    ARCHIVED,
+    ColdConfig,
+    ColdPolicy,
+    Config,
+    SnapshotConfig,
+    WatchConfig,
+    is_exposed_endpoint,
+)
 from tierd.errors import BadConfig
 from tierd.format.ids import is_run
 from tierd.format.run_secret import VARIABLE, proof_of
@@ -310,18 +318,24 @@ def _mistakes_of_watches(config: Config) -> Iterator[_Mistake]:
             yield f"{key}: run", watch.run, "a name of letters, digits, '.', '_' and '-'"
         if watch.run in [other.run for other in config.watch[:number]]:
             yield f"{key}: run", watch.run, "another run than that of another watch"
-        if bool(watch.preset) == bool(watch.pattern):
-            yield f"{key}: preset", watch.preset, "a preset or a pattern, one of the two"
-        if watch.pattern and (expected := _pattern_problem(watch.pattern)):
-            yield f"{key}: pattern", watch.pattern, expected
-        is_folder = watch.pattern.endswith("/") if watch.pattern else watch.preset not in ("lightning", "step-bin")
-        if watch.pattern and is_folder and not watch.marker and not watch.renamed:
-            expected = "the file that is written last, or renamed = true if the folder is renamed into place"
-            yield f"{key}: marker", watch.marker, expected
-        if watch.marker and (not is_folder or watch.marker.startswith("/")):
-            yield f"{key}: marker", watch.marker, "a path in a checkpoint that is a folder"
-        if watch.renamed and (watch.preset or watch.marker):
-            yield f"{key}: renamed", watch.renamed, "false with a preset or a marker"
+        for field, value, expected in watch_mistakes(watch):
+            yield f"{key}: {field}", value, expected
+
+
+def watch_mistakes(watch: WatchConfig) -> Iterator[_Mistake]:
+    """What is wrong with its preset, or with its pattern and marker: (key, value, what is expected)."""
+    if bool(watch.preset) == bool(watch.pattern):
+        yield "preset", watch.preset, "a preset or a pattern, one of the two"
+    if watch.pattern and (expected := _pattern_problem(watch.pattern)):
+        yield "pattern", watch.pattern, expected
+    is_folder = watch.pattern.endswith("/") if watch.pattern else watch.preset not in ("lightning", "step-bin")
+    if watch.pattern and is_folder and not watch.marker and not watch.renamed:
+        expected = "the file that is written last, or renamed = true if the folder is renamed into place"
+        yield "marker", watch.marker, expected
+    if watch.marker and (not is_folder or watch.marker.startswith("/")):
+        yield "marker", watch.marker, "a path in a checkpoint that is a folder"
+    if watch.renamed and (watch.preset or watch.marker):
+        yield "renamed", watch.renamed, "false with a preset or a marker"
 
 
 def _mistakes_of_sidecars(config: Config) -> Iterator[_Mistake]:

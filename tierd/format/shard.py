@@ -14,7 +14,7 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,7 +176,7 @@ def parse_header(header: bytes | memoryview, file_bytes: int, *, where: str) -> 
     """
     end = header_length(bytes(header[: _LENGTH.size]), file_bytes, where=where)
     try:
-        table = json.loads(bytes(header[_LENGTH.size : end]), object_pairs_hook=_no_duplicates)
+        table = json.loads(bytes(header[_LENGTH.size : end]), object_pairs_hook=no_duplicates)
         return _parse(table, end, file_bytes, where)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Corrupt(f"read the header of {where}: {error!r}") from error
@@ -189,7 +189,7 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, *, where: st
 
 def _parse(table: Any, header_bytes: int, file_bytes: int, where: str) -> Shard:
     metadata = table.pop("__metadata__")
-    tierd = json.loads(metadata["tierd"], object_pairs_hook=_no_duplicates)
+    tierd = json.loads(metadata["tierd"], object_pairs_hook=no_duplicates)
     if tierd["format_version"] > FORMAT_VERSION:
         raise NewerFormat(
             f"read {where}: shard format version {tierd['format_version']}, this tierd reads up to {FORMAT_VERSION}",
@@ -197,14 +197,29 @@ def _parse(table: Any, header_bytes: int, file_bytes: int, where: str) -> Shard:
         )
     if tierd["format_version"] < 1:
         raise ValueError(f"format version {tierd['format_version']}")
-    sharding = json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=_no_duplicates)
+    sharding = json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=no_duplicates)
     torch_dtypes = tierd.get("torch_dtypes", {})
+    tensors = parse_entries(
+        table, header_bytes, file_bytes, {name: sharding[name]["saved_offsets"] for name in table}, torch_dtypes
+    )
+    return Shard(tensors, header_bytes, tierd)
+
+
+def parse_entries(
+    table: dict[str, Any],
+    header_bytes: int,
+    file_bytes: int,
+    saved_offsets: Mapping[str, Any],
+    torch_dtypes: Mapping[str, Any],
+) -> dict[str, TensorEntry]:
+    """The tensors that a header names, without its metadata. `saved_offsets`: of each of them, by name. Raises
+    ValueError, KeyError or TypeError for any violation of safetensors' format."""
     tensors: dict[str, TensorEntry] = {}
     expected = 0
     for name, raw in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = raw["data_offsets"]
         shape = tuple(raw["shape"])
-        offsets = tuple(sharding[name]["saved_offsets"])
+        offsets = tuple(saved_offsets[name])
         numbers = (begin, end, *shape, *offsets)
         if len(shape) > NDIM_MAX or any(type(number) is not int or not 0 <= number <= INT64_MAX for number in numbers):
             raise ValueError(f"{name}: sizes and offsets must be integers of 0 to 2**63 - 1, not {str(numbers)[:200]}")
@@ -225,10 +240,11 @@ def _parse(table: Any, header_bytes: int, file_bytes: int, where: str) -> Shard:
         expected = end
     if header_bytes + expected != file_bytes:
         raise ValueError(f"the tensors end at byte {header_bytes + expected} of {file_bytes}")
-    return Shard(tensors, header_bytes, tierd)
+    return tensors
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError if a key of a JSON object appears twice."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a key appears twice")

@@ -124,9 +124,14 @@ def as_shard(tensors: Sequence[WholeTensor], tierd: dict[str, Any]) -> Assembled
     return AssembledFile(layout.encode_header(tierd), [by_name[entry.name] for entry in layout.tensors])
 
 
-def whole_in(file: str, name: str, dtype: str, shape: tuple[int, ...], offset: int) -> WholeTensor:
+def whole_in(
+    file: str, name: str, dtype: str, shape: tuple[int, ...], offset: int, torch_dtype: str = ""
+) -> WholeTensor:
     """A tensor that lies whole at `offset` of a file, in C order."""
-    entry = TensorEntry(name=name, dtype=dtype, shape=shape, saved_offsets=(0,) * len(shape), offset=offset)
+    saved_offsets = (0,) * len(shape)
+    entry = TensorEntry(
+        name=name, dtype=dtype, shape=shape, saved_offsets=saved_offsets, torch_dtype=torch_dtype, offset=offset
+    )
     return WholeTensor(name, dtype, shape, (Part(file, entry),))
 
 

@@ -7,6 +7,7 @@ is refused. The commit is left to the caller.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -35,12 +36,11 @@ THREADS = 4
 
 
 @dataclass(slots=True)
-class Adoption:
-    """One attempt. `pool`: for the calls to the file system of the source, each with a deadline. `files`: what was
-    stored, in the manifest's order. `cloned_bytes`: of them, those that share blocks with the source."""
+class Adoption(abc.ABC):
+    """One attempt. `files`: what was stored, in the manifest's order. `cloned_bytes`: of them, those that share blocks
+    with the source."""
 
     tree: SourceTree
-    pool: ThreadPool
     files: list[FileEntry] = field(default_factory=list[FileEntry])
     cloned_bytes: int = 0
 
@@ -59,21 +59,11 @@ class Adoption:
 
         async def put(source: SourceEntry) -> None:
             name = names[source.path]
-            async with self._opened(source) as file:
-                entries[name] = await store.put(
-                    layout.file_key(checkpoint, name),
-                    Source(partial(self.pool.run, file.read)),
-                    size_bytes=source.size_bytes,
-                    chunk_bytes=checksum.CHUNK_BYTES,
-                    progress=progress,
-                    algorithm=algorithm,
-                    clone=file.clone,
-                )
-                await self.pool.run(file.check_unchanged)
-                self.cloned_bytes += source.size_bytes if file.is_cloned else 0
+            key = layout.file_key(checkpoint, name)
+            entries[name] = await self.put_file(source, key, store, algorithm=algorithm, progress=progress)
 
         await for_each(FILES_IN_FLIGHT, self.tree.files, put)
-        await self.pool.query(self.tree.check_unchanged)
+        await self.check_unchanged()
         raw = stored_tree.encode()
         entries[TREE_FILE] = await store.put(
             layout.file_key(checkpoint, TREE_FILE),
@@ -84,13 +74,19 @@ class Adoption:
         )
         self.files = [entries[name] for name in (TREE_FILE, *names.values())]
 
-    @asynccontextmanager
-    async def _opened(self, entry: SourceEntry) -> AsyncGenerator[SourceFile]:
-        file = await self.pool.query(SourceFile, self.tree, entry, discard=SourceFile.close)
-        try:
-            yield file
-        finally:
-            file.close()
+    @abc.abstractmethod
+    async def can_clone_into(self, folder: int) -> bool:
+        """Whether files in an open folder can share blocks with those of the source."""
+
+    @abc.abstractmethod
+    async def put_file(
+        self, source: SourceEntry, key: str, store: DirectoryStore, *, algorithm: str, progress: Progress | None
+    ) -> FileEntry:
+        """Stores one file of the tree."""
+
+    @abc.abstractmethod
+    async def check_unchanged(self) -> None:
+        """Raises Transient when the source is not what it was when it was listed, NotFound when it is gone."""
 
     def manifest(self, checkpoint: CheckpointId, *, sequence: int) -> Manifest:
         """What commits the files that `copy` has stored. It is created when the newest of them was written."""
@@ -109,6 +105,44 @@ class Adoption:
             versions={"tierd": tierd.__version__},
             files=self.files,
         )
+
+
+@dataclass(slots=True)
+class FolderAdoption(Adoption):
+    """Of a folder or file. `pool`: for the calls to the file system of the source, each with a deadline."""
+
+    pool: ThreadPool = field(kw_only=True)
+
+    async def can_clone_into(self, folder: int) -> bool:
+        return await self.pool.query(self.tree.can_clone_into, folder)
+
+    async def put_file(
+        self, source: SourceEntry, key: str, store: DirectoryStore, *, algorithm: str, progress: Progress | None
+    ) -> FileEntry:
+        async with self._opened(source) as file:
+            entry = await store.put(
+                key,
+                Source(partial(self.pool.run, file.read)),
+                size_bytes=source.size_bytes,
+                chunk_bytes=checksum.CHUNK_BYTES,
+                progress=progress,
+                algorithm=algorithm,
+                clone=file.clone,
+            )
+            await self.pool.run(file.check_unchanged)
+            self.cloned_bytes += source.size_bytes if file.is_cloned else 0
+        return entry
+
+    async def check_unchanged(self) -> None:
+        await self.pool.query(self.tree.check_unchanged)
+
+    @asynccontextmanager
+    async def _opened(self, entry: SourceEntry) -> AsyncGenerator[SourceFile]:
+        file = await self.pool.query(SourceFile, self.tree, entry, discard=SourceFile.close)
+        try:
+            yield file
+        finally:
+            file.close()
 
 
 def adopted_id(

@@ -6,7 +6,9 @@ their rank only. A restore reads tensors from any shard. The commit is left to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +118,16 @@ class ImportedState:
             versions={**self.versions, "tierd": tierd.__version__, IMPORTED: self.format},
             files=files,
         )
+
+
+def architecture_of(tensors: Iterable[WholeTensor]) -> str:
+    """The hash that tierd's client computes of the tensors of a model: sha256, in hex, of names, dtypes and shapes."""
+    model = sorted(
+        (tensor.name, tensor.parts[0].entry.torch_dtype or tensor.dtype, tensor.shape)
+        for tensor in tensors
+        if tensor.name.startswith("model.")
+    )
+    return hashlib.sha256(json.dumps(model, separators=(",", ":")).encode()).hexdigest()
 
 
 def imported_id(

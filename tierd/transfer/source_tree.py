@@ -43,7 +43,7 @@ class SourceEntry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTree:
     """`root`: the folder in which the paths of `entries` begin; of a single file, the folder that it is in.
-    `changed_ns`: as of an entry."""
+    `changed_ns`: as of an entry. `url`: of what is in a bucket, for messages."""
 
     root: Path
     name: str
@@ -51,6 +51,12 @@ class SourceTree:
     mode: int
     entries: tuple[SourceEntry, ...]
     changed_ns: int = field(default=0, compare=False)
+    url: str = field(default="", compare=False)
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return self.url or str(self.path)
 
     @property
     def path(self) -> Path:
@@ -117,12 +123,12 @@ class SourceTree:
     def check_unchanged(self) -> None:
         """Raises Transient when it is not what it was, NotFound when it is gone."""
         if difference := first_difference(self, scan(self.path)):
-            raise changed(self.path, difference)
+            raise changed(self.where, difference)
 
 
-def changed(path: Path, difference: str) -> Transient:
+def changed(where: str | Path, difference: str) -> Transient:
     return Transient(
-        f"adopt {path}: {difference} while it was read",
+        f"adopt {where}: {difference} while it was read",
         hint="the program is still writing, or deletes it; adopt it when it is complete",
     )
 
@@ -236,21 +242,21 @@ class SourceFile:
         """Fills the buffer. Raises Transient when the file ends before."""
         with self._uses, _named(self._tree.root / self._entry.path):
             if read_all(self._fd, offset, buffer):
-                raise changed(self._tree.path, f"{self._entry.path} was cut")
+                raise changed(self._tree.where, f"{self._entry.path} was cut")
 
     def clone(self, target: int) -> bool:
         """Makes an empty file share the blocks of this one. False where the file system cannot."""
         with self._uses:
             self.is_cloned = clone_file(self._fd, target)
             if self.is_cloned and os.fstat(target).st_size != self._entry.size_bytes:
-                raise changed(self._tree.path, f"{self._entry.path} was written")
+                raise changed(self._tree.where, f"{self._entry.path} was written")
             return self.is_cloned
 
     def check_unchanged(self) -> None:
         with self._uses:
             now = os.fstat(self._fd)
         if _entry(self._tree.path, self._entry.path, now, "") != self._entry:
-            raise changed(self._tree.path, f"{self._entry.path} was written")
+            raise changed(self._tree.where, f"{self._entry.path} was written")
 
     def close(self) -> None:
         with self._uses:

@@ -9,7 +9,9 @@ import json
 import os
 import stat
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -84,14 +86,22 @@ def tree_key(tree: SourceTree) -> int:
     return hash((tree, tree.folders_changed_ns))
 
 
-def listed(tree: SourceTree, preset: Preset, *, unchanged_s: float) -> Listed:
-    """What decides whether a checkpoint is complete. Raises as `SourceFile`."""
+ReadRange = Callable[[SourceEntry, int, int], bytes]
+"""(file, offset, length) → these bytes of it."""
+
+
+def listed(tree: SourceTree, preset: Preset, *, unchanged_s: float, read: ReadRange | None = None) -> Listed:
+    """What decides whether a checkpoint is complete. `read`: of its files; None: they are in the file system. Raises as
+    `SourceFile`, and as `read`."""
+    read = read or partial(_read, tree)
     by_path = {entry.path: entry for entry in tree.files}
     marker = by_path.get(tree.name if tree.is_file else preset.marker)
     name = tree.path.name
     modified_s, folder_modified_s = tree.modified_ns / 1e9, tree.folders_changed_ns / 1e9
-    content = _marker(tree, marker, preset) if marker is not None else None
+    content = _marker(tree, marker, preset, read) if marker is not None else None
     marker_modified_s = marker.modified_ns / 1e9 if marker is not None else 0.0
+    if not tree.is_file and not preset.marker:  # it was renamed into place, or a file beside it names it
+        content, marker_modified_s = b"", modified_s
     can_tell = marker is not None and preset.whole in (Whole.ZIP, Whole.FORMAT)
     if tree.is_file:
         (entry,) = tree.files
@@ -102,9 +112,9 @@ def listed(tree: SourceTree, preset: Preset, *, unchanged_s: float) -> Listed:
             unchanged_s=unchanged_s,
             marker=content,
             marker_modified_s=marker_modified_s,
-            head=_read(tree, entry, 0, min(HEADER.size, entry.size_bytes)),
+            head=read(entry, 0, min(HEADER.size, entry.size_bytes)),
             size_bytes=entry.size_bytes,
-            is_whole=is_whole(tree, entry) if can_tell else None,
+            is_whole=is_whole(entry, read) if can_tell else None,
         )
     return Listed(
         name=name,
@@ -115,21 +125,23 @@ def listed(tree: SourceTree, preset: Preset, *, unchanged_s: float) -> Listed:
         files=frozenset(by_path),
         marker=content,
         marker_modified_s=marker_modified_s,
-        is_whole=is_whole(tree, marker) if marker is not None and can_tell else None,
+        is_whole=is_whole(marker, read) if marker is not None and can_tell else None,
         cut=tuple(
-            entry.path for entry in tree.files if entry.path.endswith(CHECKED) and is_whole(tree, entry) is False
+            entry.path for entry in tree.files if entry.path.endswith(CHECKED) and is_whole(entry, read) is False
         ),
     )
 
 
-def _marker(tree: SourceTree, entry: SourceEntry, preset: Preset) -> bytes:
+def _marker(tree: SourceTree, entry: SourceEntry, preset: Preset, read: ReadRange) -> bytes:
     """Of JSON that is whole, the step; empty of anything else."""
     if preset.whole is not Whole.JSON:
         return b""
     if entry.size_bytes > MARKER_BYTES_MAX:
-        raise Unsupported(f"adopt {tree.path}: {entry.path} has {entry.size_bytes} bytes, more than {MARKER_BYTES_MAX}")
+        raise Unsupported(
+            f"adopt {tree.where}: {entry.path} has {entry.size_bytes} bytes, more than {MARKER_BYTES_MAX}"
+        )
     try:
-        state = json.loads(_read(tree, entry, 0, entry.size_bytes))
+        state = json.loads(read(entry, 0, entry.size_bytes))
     except (ValueError, RecursionError):
         return b""
     if not isinstance(state, dict):
@@ -140,21 +152,21 @@ def _marker(tree: SourceTree, entry: SourceEntry, preset: Preset) -> bytes:
     ).encode()
 
 
-def is_whole(tree: SourceTree, entry: SourceEntry) -> bool | None:
+def is_whole(entry: SourceEntry, read: ReadRange) -> bool | None:
     """Whether a file ends where its format says, as far as that is known: zip archives, as torch.save writes them, and
     safetensors. None: its format is another one."""
     if not entry.size_bytes:
         return False
-    head = _read(tree, entry, 0, min(_SIZE.size, entry.size_bytes))
+    head = read(entry, 0, min(_SIZE.size, entry.size_bytes))
     if entry.path.endswith(".safetensors"):
-        return _is_whole_safetensors(tree, entry, head)
+        return _is_whole_safetensors(entry, head, read)
     if head.startswith(b"PK\x03\x04"):
         length = min(ZIP_TAIL_BYTES, entry.size_bytes)
-        return is_zip_end(_read(tree, entry, entry.size_bytes - length, length), entry.size_bytes)
+        return is_zip_end(read(entry, entry.size_bytes - length, length), entry.size_bytes)
     return None
 
 
-def _is_whole_safetensors(tree: SourceTree, entry: SourceEntry, head: bytes) -> bool:
+def _is_whole_safetensors(entry: SourceEntry, head: bytes, read: ReadRange) -> bool:
     """https://huggingface.co/docs/safetensors: u64 length of the header, the header, then the tensors without holes."""
     if len(head) < _SIZE.size:
         return False
@@ -162,7 +174,7 @@ def _is_whole_safetensors(tree: SourceTree, entry: SourceEntry, head: bytes) -> 
     if length > min(HEADER_BYTES_MAX, entry.size_bytes - _SIZE.size):
         return False
     try:
-        header = json.loads(_read(tree, entry, _SIZE.size, length))
+        header = json.loads(read(entry, _SIZE.size, length))
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         return entry.size_bytes == _SIZE.size + length + max(ends, default=0)
     except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):

@@ -22,7 +22,7 @@ from tierd.format.manifest import Manifest
 from tierd.tiers.pool import ThreadPool
 from tierd.tiers.run_lock import run_lock
 from tierd.tiers.tree import FOLDER, closing_fd
-from tierd.transfer.adoption import Adoption, scan_settled
+from tierd.transfer.adoption import FolderAdoption, scan_settled
 from tierd.transfer.source_tree import SourceTree, changed
 from tierd.transfer.watched_folder import tree_key
 from tierd.workers.hot_space import HotSpace, MakeRoom
@@ -77,7 +77,7 @@ class Adopter:
         context.notify.examined()
 
     async def _copy_and_commit(self, checkpoint: CheckpointId, tree: SourceTree) -> Manifest:
-        context, attempt = self._context, Adoption(tree, self._pool)
+        context, attempt = self._context, FolderAdoption(tree, pool=self._pool)
         algorithm = "" if context.keyring is None else preferred()
         try:
             with context.throttle.writing(context.hot.name) as count_written:

@@ -6,7 +6,7 @@ what is installed afterwards; it changes nothing. Optimizers have a file of thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeGuard
@@ -70,20 +70,8 @@ class ModuleSection:
     kind: ClassVar[str] = "module"
 
     def capture(self, into: Collector) -> Json:
-        state = self.module.state_dict()
-        names = clean_names(state)
         buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
-        objects: dict[str, Json] = {}
-        for raw_name, value in state.items():
-            path = f"{self.prefix}.{names[raw_name]}"
-            if _is_object(raw_name, value):
-                objects[names[raw_name]] = into.encode(value, path)
-            else:
-                if into.add(path, value, is_buffer=raw_name in buffers) not in (path, path + into.suffix):
-                    raise Unsupported(
-                        f"capture {path}: another entry of the state has this name", hint="rename the other entry"
-                    )
-        return objects
+        return capture_state_dict(self.module.state_dict(), self.prefix, into, buffers)
 
     def plan(self, saved: Json, suffix: str, plan: RestorePlan) -> None:
         state = self.module.state_dict()
@@ -115,6 +103,23 @@ class ModuleSection:
                 f"restore {self.prefix}: load_state_dict ignored {', '.join(unexpected)}",
                 hint="the state is half restored; the module must load every entry that its state_dict returns",
             )
+
+
+def capture_state_dict(
+    state: Mapping[str, Any], prefix: str, into: Collector, buffers: Collection[str] = ()
+) -> dict[str, Json]:
+    """Collects the tensors of a module's state dict. Returns its other entries, which are the value of its section."""
+    names = clean_names(state)
+    objects: dict[str, Json] = {}
+    for raw_name, value in state.items():
+        path = f"{prefix}.{names[raw_name]}"
+        if _is_object(raw_name, value):
+            objects[names[raw_name]] = into.encode(value, path)
+        elif into.add(path, value, is_buffer=raw_name in buffers) not in (path, path + into.suffix):
+            raise Unsupported(
+                f"capture {path}: another entry of the state has this name", hint="rename the other entry"
+            )
+    return objects
 
 
 def _is_object(raw_name: str, value: object) -> bool:

@@ -1,0 +1,148 @@
+"""`python -m tierd_client.torch_import PATH [MODEL]`: the state in a file of `torch.save`, for `tierd import`.
+
+The only place of tierd that reads a pickle, in a process of its own and only through `torch.load(weights_only=True)`,
+which makes tensors, numbers, strings and containers, and refuses all else by name. The tensors stay in the file, which
+is mapped. The other end of stdin and stdout is `tierd/cli/torch_import.py`; the messages are in
+`tierd/format/import_messages.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from tierd.errors import Corrupt, NotFound, TierdError, Unsupported
+from tierd.format.import_messages import LENGTH, REQUEST, ImportedTensor, ImportReply
+from tierd_client.state.encoding import Collector, Json
+from tierd_client.state.objects import Objects
+from tierd_client.state.sections import ModuleSection, ValueSection, capture_state_dict
+from tierd_client.state.tensors import CapturedTensor, as_bytes
+
+_GLOBAL = re.compile(r"(?:GLOBAL|class) ([\w.]+)")
+
+
+def load(path: str) -> Any:
+    """What the file holds. Raises Unsupported for what is not only data, Corrupt for a file that is damaged."""
+    is_zip = zipfile.is_zipfile(path)
+    try:
+        if is_zip:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()  # torch does not compare these checksums
+            if damaged is not None:
+                raise Corrupt(
+                    f"its entry {damaged} does not have its checksum",
+                    hint="was it copied whole? torch.serialization.set_crc32_options(False) writes none: save it again",
+                )
+        elif not _begins_as_pickle(path):
+            raise Corrupt("it is no file of torch.save", hint="was it copied whole?")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except TierdError:
+        raise
+    except MemoryError as error:
+        raise TierdError("there is not enough memory") from error
+    except Exception as error:  # torch raises whatever its parsers raise
+        if type(error).__name__ == "UnpicklingError":
+            raise _refusal(str(error)) from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise Corrupt(f"torch cannot read it: {lines[0]}", hint="was it copied whole?") from error
+
+
+def _begins_as_pickle(path: str) -> bool:
+    """As files of torch before 1.6 do."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"\x80\2"
+
+
+def _refusal(text: str) -> Unsupported:
+    if (found := _GLOBAL.search(text)) is not None:
+        return Unsupported(
+            f"its pickle names {found[1]}, and torch.load(weights_only=True) refuses that: it may run code",
+            hint="load it where you trust it, and save only tensors, numbers, strings and containers of these; "
+            "`tierd adopt` takes the file as it is",
+        )
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = next((line for line in lines if line.startswith("Unsupported")), lines[-1] if lines else "no reason given")
+    return Unsupported(
+        f"torch.load(weights_only=True) refuses it: {reason}", hint="save it again with torch.save and its defaults"
+    )
+
+
+def capture(value: Any, model: str | None) -> tuple[dict[str, Json], list[CapturedTensor]]:
+    """The state tree, and the tensors in the order of the reply. `model`: the key of the model's state dict.
+
+    A file that is a state dict of tensors is a model. All else is what a DictState holds: a section for each key. With
+    `model`, it is what a TrainingState holds, with the other keys in `extra`. Raises Unsupported, naming what has no
+    safe form, and NotFound if there is no such key."""
+    if not isinstance(value, Mapping):
+        raise Unsupported(f"it holds a {type(value).__qualname__}, and no dict", hint="save a dict with it")
+    entries = cast("Mapping[Any, Any]", value)
+    if strange := next((key for key in entries if not isinstance(key, str)), None):
+        raise Unsupported(f"its key {strange!r} is no string", hint="save a dict whose keys are strings")
+    if not entries:
+        raise Unsupported("it holds an empty dict")
+    into = Collector(objects=Objects.of(None, None, from_live=False))
+    tree: dict[str, Json] = {}
+    if model is not None:
+        if model not in entries:
+            raise NotFound(f"it has no key {model!r}", hint=f"its keys are {', '.join(list(entries)[:20])}")
+        tree["model"] = _model(entries[model], f"its entry {model!r}", into)
+        named = {f"extra.{key}": item for key, item in entries.items() if key != model}
+    elif all(isinstance(item, torch.Tensor) for item in entries.values()):
+        tree["model"] = _model(entries, "it", into)
+        named = {}
+    else:
+        named = dict(entries)
+    for name, item in named.items():
+        tree[name] = {"kind": ValueSection.kind, "suffix": "", "value": into.encode(item, name)}
+    return tree, into.tensors
+
+
+def _model(state: Any, what: str, into: Collector) -> Json:
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in cast("Mapping[Any, Any]", state)):
+        raise Unsupported(f"{what} is no state dict of a model", hint="--model names the key of one")
+    value = capture_state_dict(cast("Mapping[str, Any]", state), "model", into)
+    return {"kind": ModuleSection.kind, "suffix": "", "value": value}
+
+
+def serve(tensors: Sequence[CapturedTensor], requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answers until stdin ends."""
+    index, content = -1, memoryview(b"")
+    while len(raw := requests.read(REQUEST.size)) == REQUEST.size:
+        wanted, offset, length = REQUEST.unpack(raw)
+        if wanted != index:
+            whole = tensors[wanted].tensor.resolve_conj().resolve_neg().contiguous()
+            index, content = wanted, memoryview(as_bytes(whole).numpy().data)
+        answers.write(content[offset : offset + length])
+        answers.flush()
+
+
+def main(path: str, model: str | None, requests: BinaryIO, answers: BinaryIO) -> None:
+    tensors: Sequence[CapturedTensor] = ()
+    try:
+        tree, tensors = capture(load(path), model)
+        described = [
+            ImportedTensor(name=each.name, dtype=each.dtype, shape=each.shape, torch_dtype=each.torch_dtype)
+            for each in tensors
+        ]
+        reply = ImportReply(tree=tree, tensors=described)
+    except TierdError as error:
+        reply = ImportReply(error_kind=error.kind, message=error.message, hint=error.hint)
+    except Exception as error:  # torch raises whatever its parsers raise; the command is to say what
+        reply = ImportReply(error_kind=TierdError.kind, message=f"{type(error).__qualname__}: {error}")
+    encoded = reply.encode()
+    answers.write(LENGTH.pack(len(encoded)) + encoded)
+    answers.flush()
+    serve(tensors, requests, answers)
+
+
+if __name__ == "__main__":
+    own_stdout = os.dup(1)
+    os.dup2(2, 1)  # nothing else may write between the answers
+    with open(own_stdout, "wb") as output:
+        main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None, sys.stdin.buffer, output)

@@ -1,0 +1,64 @@
+"""Which format a file or folder has that `tierd import` gets, from its first bytes and names. Reads no more of it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from enum import StrEnum
+from pathlib import Path
+
+from tierd.errors import NotFound, Unsupported
+from tierd.transfer.foreign_file import ForeignFile
+
+
+class Format(StrEnum):
+    safetensors = "safetensors"
+    torch = "torch"
+
+
+_JSON_AT = 8  # a safetensors file begins with the length of its header, and the header with a brace
+_TORCH = (b"PK\3\4", b"\x80\2")  # a zip archive, or of torch before 1.6 a pickle
+_BY_SUFFIX = {
+    ".safetensors": Format.safetensors,
+    ".pt": Format.torch,
+    ".pth": Format.torch,
+    ".ckpt": Format.torch,
+}  # of files that are torn
+
+
+def format_of(path: Path) -> Format:
+    """Raises NotFound, BadConfig where it is no regular file, and Unsupported for a format that tierd does not read."""
+    if path.is_dir():
+        return _format_of_folder(path)
+    with closing(ForeignFile(path)) as file:
+        head = file.read(_JSON_AT + 1, 0)
+    if head[_JSON_AT:] == b"{":
+        return Format.safetensors
+    if head.startswith(_TORCH):
+        return Format.torch
+    if (by_suffix := _BY_SUFFIX.get(path.suffix)) is not None:
+        return by_suffix
+    raise Unsupported(
+        f"import {path}: it is no file of torch.save or of safetensors",
+        hint="a flat file needs --like; `tierd adopt` takes any file as it is",
+    )
+
+
+def _format_of_folder(path: Path) -> Format:
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        raise NotFound(f"import {path}: {error.strerror}") from error
+    if ".metadata" in names:
+        raise Unsupported(
+            f"import {path}: it is a folder of torch.distributed.checkpoint, whose index is a pickle that no reader of "
+            "torch opens without running it",
+            hint="python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt, where you trust the "
+            "folder; then import FILE.pt",
+        )
+    if any(name.endswith(".safetensors") for name in names):
+        return Format.safetensors
+    raise Unsupported(
+        f"import {path}: it has no safetensors file",
+        hint="`tierd adopt` takes any folder as it is",
+    )

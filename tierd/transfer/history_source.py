@@ -1,0 +1,61 @@
+"""Where a history of checkpoints of another program is read from: a folder here, or objects of a bucket.
+
+What lies there is listed as a `SourceTree` for each name. Nothing there is changed. `bucket_history.py` reads a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from tierd.lifecycle.watched import Listed, Preset
+from tierd.tiers.pool import ThreadPool
+from tierd.transfer.adoption import Adoption, FolderAdoption
+from tierd.transfer.source_tree import SourceTree
+from tierd.transfer.watched_folder import listed, names, read_beside, scan_entry
+
+
+class HistorySource(Protocol):
+    """`name`: for messages."""
+
+    name: str
+
+    async def names(self) -> Mapping[str, bool]:
+        """Whether each entry is a folder, by name."""
+        ...
+
+    async def tree(self, name: str) -> SourceTree | None:
+        """None: it was just deleted. Raises Unsupported for what a checkpoint cannot hold."""
+        ...
+
+    async def listed(self, tree: SourceTree, preset: Preset, *, unchanged_s: float) -> Listed: ...
+
+    async def beside(self, name: str) -> tuple[bytes, float]:
+        """The content of a small file beside the checkpoints, and when it was written; nothing where there is none."""
+        ...
+
+    def adoption(self, tree: SourceTree) -> Adoption: ...
+
+
+class FolderHistory:
+    """`pool`: for the calls to its file system."""
+
+    def __init__(self, folder: Path, pool: ThreadPool) -> None:
+        self.name = str(folder)
+        self._folder, self._pool = folder, pool
+
+    async def names(self) -> Mapping[str, bool]:
+        return (await self._pool.query(names, self._folder)).folders
+
+    async def tree(self, name: str) -> SourceTree | None:
+        return await self._pool.query(scan_entry, self._folder / name)
+
+    async def listed(self, tree: SourceTree, preset: Preset, *, unchanged_s: float) -> Listed:
+        return await self._pool.query(lambda: listed(tree, preset, unchanged_s=unchanged_s))
+
+    async def beside(self, name: str) -> tuple[bytes, float]:
+        return await self._pool.query(read_beside, self._folder, name)
+
+    def adoption(self, tree: SourceTree) -> Adoption:
+        return FolderAdoption(tree, pool=self._pool)
