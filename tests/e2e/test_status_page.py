@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Browser, axe_core, browser
+from tests.support.browser import Browser, axe_core, browser, needs_browser
 from tests.support.daemon import Daemon
 from tests.support.web_scene import LAST, MILESTONE, RUN, trained_run
 from tests.support.wire_peer import Peer
 from tierd.format import wire
 
 TAB = ("Tab", 9)
+
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A real headless Chromium, steered over the DevTools protocol. Skips the test where there is none.
+"""A real headless Chromium, steered over the DevTools protocol.
 
 https://chromedevtools.github.io/devtools-protocol/
 """
@@ -27,6 +27,8 @@ FLAGS = (
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--remote-debugging-port=0"),
 )
 DEADLINE_S = 60.0
+PROGRAM = next(filter(None, map(shutil.which, NAMES)), None)
+needs_browser = pytest.mark.skipif(PROGRAM is None, reason=f"no browser: none of {', '.join(NAMES)} is installed")
 
 
 class Browser:
@@ -96,13 +98,11 @@ class Browser:
 
 @asynccontextmanager
 async def browser() -> AsyncIterator[Browser]:
-    program = next(filter(None, map(shutil.which, NAMES)), None)
-    if program is None:
-        pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
+    assert PROGRAM is not None
     # Chromium writes there as long as any of its processes lives.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         flags = [*FLAGS, f"--user-data-dir={profile}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-        process = await asyncio.create_subprocess_exec(program, *flags, "about:blank", stderr=subprocess.DEVNULL)
+        process = await asyncio.create_subprocess_exec(PROGRAM, *flags, "about:blank", stderr=subprocess.DEVNULL)
         try:
             port = await _port(Path(profile, "DevToolsActivePort"))
             async with aiohttp.ClientSession() as session:
