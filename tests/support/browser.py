@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ class Browser:
 
 
 @asynccontextmanager
-async def browser() -> AsyncIterator[Browser]:
+async def browser() -> AsyncGenerator[Browser]:
     assert PROGRAM is not None
     # Chromium writes there as long as any of its processes lives.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
