@@ -471,7 +471,6 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/transfer/assembled.py": "cli/test_export.py",
     "tierd/transfer/imported.py": "cli/test_flat_import.py",
     "tierd/transfer/foreign_file.py": "cli/test_safetensors_import.py",
-    "client/tierd_client/torch_import.py": "cli/test_torch_import.py",
     "tierd/cli/foreign_format.py": "cli/test_safetensors_import.py",
     "tierd/format/plain_safetensors.py": "cli/test_safetensors_import.py",
     "tierd/cli/replicas.py": "cli/test_restore.py",
