@@ -1,7 +1,7 @@
 """`python -m tierd_client.export torch|dcp FOLDER TARGET [PREFIX]`: a checkpoint as one state, written by torch.
 
 For `tierd export`. FOLDER is a restored checkpoint. The files are in torch's formats, pickle included, for other tools:
-tierd never reads them. They hold tensors, numbers, strings, bytes and containers of these, so that
+no restore reads them. They hold tensors, numbers, strings, bytes and containers of these, so that
 `torch.load(weights_only=True)` accepts them. Holds the whole state in memory.
 """
 

@@ -82,6 +82,11 @@ def test_a_model_restores_the_bits_of_a_file(tmp_path: Path) -> None:
         assert found is not None
         assert found.step == 3
         assert_same(fresh.state_dict(), model.state_dict())
+        tuned = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+        with tierd_client.connect("tuned", socket=daemon.socket) as client:
+            given = TrainingState(model=tuned, optimizer=torch.optim.AdamW(tuned.parameters()))
+            assert client.restore(given, resume="run:new@3", only=["model"]) is not None
+        assert_same(tuned.state_dict(), model.state_dict())
         manifest = daemon.json("show", "new", "3")["manifest"]
         assert manifest["architecture_hash"] == architecture_hash(state.capture(0, 1))
 

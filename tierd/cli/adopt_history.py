@@ -17,8 +17,8 @@ from tierd.cli.adoptions import adopt_tree, existing
 from tierd.cli.console import duration, now, print_note, print_report, print_result, size
 from tierd.cli.log import record
 from tierd.cli.opened_tiers import PARTIAL, OpenedTiers
-from tierd.config.file import watch_mistakes
 from tierd.config.sections import Config, WatchConfig
+from tierd.config.watches import watch_mistakes
 from tierd.errors import BadConfig, Full, NotFound, TargetNotEmpty, TierdError
 from tierd.format.audit import Action
 from tierd.format.ids import Run

@@ -29,9 +29,9 @@ from tierd.config.sections import (
     ColdPolicy,
     Config,
     SnapshotConfig,
-    WatchConfig,
     is_exposed_endpoint,
 )
+from tierd.config.watches import watch_mistakes
 from tierd.errors import BadConfig
 from tierd.format.ids import is_run
 from tierd.format.run_secret import VARIABLE, proof_of
@@ -322,22 +322,6 @@ def _mistakes_of_watches(config: Config) -> Iterator[_Mistake]:
             yield f"{key}: {field}", value, expected
 
 
-def watch_mistakes(watch: WatchConfig) -> Iterator[_Mistake]:
-    """What is wrong with its preset, or with its pattern and marker: (key, value, what is expected)."""
-    if bool(watch.preset) == bool(watch.pattern):
-        yield "preset", watch.preset, "a preset or a pattern, one of the two"
-    if watch.pattern and (expected := _pattern_problem(watch.pattern)):
-        yield "pattern", watch.pattern, expected
-    is_folder = watch.pattern.endswith("/") if watch.pattern else watch.preset not in ("lightning", "step-bin")
-    if watch.pattern and is_folder and not watch.marker and not watch.renamed:
-        expected = "the file that is written last, or renamed = true if the folder is renamed into place"
-        yield "marker", watch.marker, expected
-    if watch.marker and (not is_folder or watch.marker.startswith("/")):
-        yield "marker", watch.marker, "a path in a checkpoint that is a folder"
-    if watch.renamed and (watch.preset or watch.marker):
-        yield "renamed", watch.renamed, "false with a preset or a marker"
-
-
 def _mistakes_of_sidecars(config: Config) -> Iterator[_Mistake]:
     sidecars = config.sidecars
     patterns = {"sidecars.keep": sidecars.keep, "sidecars.reset": sidecars.reset}
@@ -351,16 +335,6 @@ def _mistakes_of_sidecars(config: Config) -> Iterator[_Mistake]:
         for pattern in globs:
             if not pattern or "/" in pattern:
                 yield key, pattern, "a glob of names in sidecars.path, without a slash"
-
-
-def _pattern_problem(pattern: str) -> str:
-    """What is expected of a pattern instead; empty if nothing is."""
-    name = pattern.removesuffix("/")
-    if pattern.count("{step}") != 1:
-        return "{step} once, where the number is"
-    if "/" in name or "\0" in name:
-        return "the name of a file, or of a folder with one slash at the end"
-    return ""
 
 
 def _split_url(url: str) -> SplitResult:

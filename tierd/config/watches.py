@@ -1,0 +1,33 @@
+"""What a preset, or a pattern and a marker, of other programs' checkpoints must be: of [[watch]] and `tierd adopt`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tierd.config.sections import WatchConfig
+
+
+def watch_mistakes(watch: WatchConfig) -> Iterator[tuple[str, object, str]]:
+    """What is wrong with its preset, or with its pattern and marker: (key, value, what is expected)."""
+    if bool(watch.preset) == bool(watch.pattern):
+        yield "preset", watch.preset, "a preset or a pattern, one of the two"
+    if watch.pattern and (expected := _pattern_problem(watch.pattern)):
+        yield "pattern", watch.pattern, expected
+    is_folder = watch.pattern.endswith("/") if watch.pattern else watch.preset not in ("lightning", "step-bin")
+    if watch.pattern and is_folder and not watch.marker and not watch.renamed:
+        expected = "the file that is written last, or renamed = true if the folder is renamed into place"
+        yield "marker", watch.marker, expected
+    if watch.marker and (not is_folder or watch.marker.startswith("/")):
+        yield "marker", watch.marker, "a path in a checkpoint that is a folder"
+    if watch.renamed and (watch.preset or watch.marker):
+        yield "renamed", watch.renamed, "false with a preset or a marker"
+
+
+def _pattern_problem(pattern: str) -> str:
+    """What is expected of a pattern instead; empty if nothing is."""
+    name = pattern.removesuffix("/")
+    if pattern.count("{step}") != 1:
+        return "{step} once, where the number is"
+    if "/" in name or "\0" in name:
+        return "the name of a file, or of a folder with one slash at the end"
+    return ""
