@@ -198,11 +198,11 @@ def test_environment_of_the_image_is_a_configuration_that_loads(tmp_path: Path) 
     assert dict(dockerfile())["EXPOSE"] == str(found.listen_address[1])
 
 
-# ── kubernetes.yaml ──
+# ── kustomize/base/kubernetes.yaml ──
 
 
 def documents() -> dict[str, dict[str, Any]]:
-    found = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
+    found = yaml.safe_load_all((DEPLOY / "kustomize/base/kubernetes.yaml").read_text(encoding="utf-8"))
     return {one["kind"]: one for one in found}
 
 
@@ -239,7 +239,7 @@ def test_schema_check_rejects_an_unknown_key() -> None:
 
 def test_job_fails_at_once_when_the_trainer_halts_and_ignores_disruptions() -> None:
     """The API server refuses podFailurePolicy with another restartPolicy than Never; the schema does not."""
-    for name in ("kubernetes.yaml", "kubernetes-two-users.yaml"):
+    for name in ("kustomize/base/kubernetes.yaml", "kubernetes-two-users.yaml"):
         (job,) = [one for one in yaml.safe_load_all((DEPLOY / name).read_text()) if one["kind"] == "Job"]
         halt, disruption = job["spec"]["podFailurePolicy"]["rules"]
         assert (halt["action"], halt["onExitCodes"]["values"]) == ("FailJob", [EXIT_HALTED])

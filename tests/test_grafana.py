@@ -24,12 +24,15 @@ SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
 
 
-def dashboard() -> dict[str, Any]:
-    return json.loads((GRAFANA / "tierd.json").read_text(encoding="utf-8"))
+DASHBOARDS = ("tierd", "tierd-fleet")
 
 
-def panels() -> list[dict[str, Any]]:
-    return [one for one in dashboard()["panels"] if one["type"] != "row"]
+def dashboard(name: str = "tierd") -> dict[str, Any]:
+    return json.loads((GRAFANA / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def panels(*names: str) -> list[dict[str, Any]]:
+    return [one for name in names or ("tierd",) for one in dashboard(name)["panels"] if one["type"] != "row"]
 
 
 def rules() -> list[dict[str, Any]]:
@@ -70,7 +73,7 @@ def promtool(*arguments: str) -> None:
 
 def test_every_metric_that_a_panel_names_exists() -> None:
     exist = series_names()
-    for panel in panels():
+    for panel in panels(*DASHBOARDS):
         for target in panel["targets"]:
             named = names_in(target["expr"])
             assert named, f"{panel['title']} selects no metric"
@@ -94,7 +97,8 @@ def test_every_metric_in_the_alerts_tests_exists() -> None:
 def test_every_label_that_a_query_selects_by_is_one_that_the_metric_has() -> None:
     """A selector on an unknown label matches nothing and reports no error."""
     metrics = Metrics(CollectorRegistry())
-    queries = [target["expr"] for panel in panels() for target in panel["targets"]] + [one["expr"] for one in rules()]
+    queries = [target["expr"] for panel in panels(*DASHBOARDS) for target in panel["targets"]]
+    queries += [one["expr"] for one in rules()]
     for query in queries:
         for name, labels in labels_in(query):
             attribute = re.sub(r"_(bucket|count|sum)$", "", name).removeprefix("tierd_")
@@ -112,18 +116,24 @@ def test_every_metric_of_tierd_is_on_the_dashboard() -> None:
 # ── the dashboard ──
 
 
-def test_dashboard_has_the_schema_and_the_variables_of_current_grafana() -> None:
-    found = dashboard()
+def test_every_json_file_is_a_dashboard_that_these_tests_check() -> None:
+    assert {path.stem for path in GRAFANA.glob("*.json")} == set(DASHBOARDS)
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_dashboard_has_the_schema_and_the_variables_of_current_grafana(name: str) -> None:
+    found = dashboard(name)
     assert found["schemaVersion"] >= 39
-    assert found["uid"] == "tierd"
+    assert found["uid"] == name
     variables = {one["name"]: one for one in found["templating"]["list"]}
     assert list(variables) == ["datasource", "job", "instance", "run"]
     assert variables["datasource"]["type"] == "datasource"
 
 
-def test_every_panel_uses_the_chosen_data_source_and_overlaps_no_other() -> None:
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_every_panel_uses_the_chosen_data_source_and_overlaps_no_other(name: str) -> None:
     taken: set[tuple[int, int]] = set()
-    for panel in panels():
+    for panel in panels(name):
         assert panel["datasource"]["uid"] == "${datasource}", panel["title"]
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24, panel["title"]
@@ -134,7 +144,7 @@ def test_every_panel_uses_the_chosen_data_source_and_overlaps_no_other() -> None
         }
         assert not cells & taken, f"{panel['title']} overlaps another panel"
         taken |= cells
-    ids = [one["id"] for one in dashboard()["panels"]]
+    ids = [one["id"] for one in dashboard(name)["panels"]]
     assert len(ids) == len(set(ids))
 
 

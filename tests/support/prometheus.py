@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+import urllib.parse
 import urllib.request
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,11 @@ class Prometheus:
     def is_scraping(self, count: int) -> bool:
         """Whether so many targets have been scraped. A counter that grows before it was seen does not grow at all."""
         return len(self._get("query?query=up==1")["result"]) == count
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """The labels and the value of each sample now."""
+        samples = self._get(f"query?{urllib.parse.urlencode({'query': expression})}")["result"]
+        return [(sample["metric"], float(sample["value"][1])) for sample in samples]
 
     def _get(self, path: str) -> Any:
         with urllib.request.urlopen(f"{self._url}/api/v1/{path}", timeout=30) as answer:

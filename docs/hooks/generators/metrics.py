@@ -17,7 +17,7 @@ INTRODUCTION = """\
 # Metrics and alerts
 
 This page is generated from the code and from `grafana/alerts.yml`. The daemon serves the metrics as Prometheus text at
-`http://ADDRESS/metrics`, where ADDRESS is `daemon.listen`. `grafana/` has a dashboard, the alert rules and their tests.
+`http://ADDRESS/metrics`, where ADDRESS is `daemon.listen`. `grafana/` has dashboards, the alert rules and their tests.
 A step number is never a label, so the number of series does not grow with a training.
 """
 

@@ -1,0 +1,125 @@
+"""grafana/tierd-fleet.json with a real Prometheus on two daemons: every query has data and shows trouble."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Generator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.daemon import Daemon
+from tests.support.prometheus import Prometheus, prometheus
+from tests.support.trainer import Trainer
+from tests.support.waiting import wait_until
+
+DASHBOARD = json.loads((Path(__file__).parents[2] / "grafana" / "tierd-fleet.json").read_text(encoding="utf-8"))
+Samples = list[tuple[dict[str, str], float]]
+
+
+class Fleet:
+    """Two daemons, each with a trainer of its own run, that have saved, copied and restored. Then the second one loses
+    its cold tier and saves once more."""
+
+    def __init__(self, daemons: tuple[Daemon, Daemon], observer: Prometheus) -> None:
+        self.well, self.ill = (daemon.url.removeprefix("http://") for daemon in daemons)
+        self.observer = observer
+
+    def ask(self, query: str) -> Samples:
+        """With the variables of the dashboard at "All"."""
+        for variable in DASHBOARD["templating"]["list"]:
+            query = query.replace(f"${variable['name']}", variable.get("allValue", ""))
+        assert "$" not in query, query
+        return self.observer.query(query)
+
+    def column(self, title: str, column: str, **labels: str) -> dict[str, float]:
+        """By instance, of the samples with these labels: a column of a table as its transformation names it."""
+        (panel,) = [one for one in DASHBOARD["panels"] if one["title"] == title]
+        organize = next(each for each in panel["transformations"] if each["id"] == "organize")
+        (field,) = [field for field, name in organize["options"]["renameByName"].items() if name == column]
+        (target,) = [each for each in panel["targets"] if f"Value #{each['refId']}" == field]
+        samples = self.ask(target["expr"])
+        return {found["instance"]: value for found, value in samples if labels.items() <= found.items()}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Generator[Fleet]:
+    root = tmp_path_factory.mktemp("fleet")
+    with ExitStack() as stack:
+        daemons = [stack.enter_context(Daemon(root / name)) for name in ("well", "ill")]
+        observer = stack.enter_context(prometheus(root / "prometheus", [daemon.url for daemon in daemons]))
+        trainers = [stack.enter_context(Trainer()) for _ in daemons]
+        for daemon, trainer, run in zip(daemons, trainers, ("one", "two"), strict=True):
+            trainer.connect(daemon.socket, run)
+            for _ in range(2):
+                trainer.train(1)
+                trainer.snapshot()
+                trainer.wait_replicated()
+            trainer.restore()
+        (root / "ill" / "cold").rename(root / "ill" / "away")
+        for _ in range(3):
+            trainers[1].train(1)
+        trainers[1].snapshot()
+        trainers[1].wait_persisted()
+        found = Fleet((daemons[0], daemons[1]), observer)
+        wait_until(lambda: found.column("Each daemon", "halted") == {found.well: 0, found.ill: 1}, "the halt")
+        wait_until(lambda: found.column("Each run on each node", "steps at risk")[found.ill] == 3, "the scrape")
+        yield found
+
+
+def targets() -> list[Any]:
+    return [
+        pytest.param(target["expr"], id=f"{panel['title']}-{target['refId']}")
+        for panel in DASHBOARD["panels"]
+        for target in panel.get("targets", [])
+    ]
+
+
+@pytest.mark.parametrize("query", targets())
+def test_every_query_has_a_number_of_every_daemon(fleet: Fleet, query: str) -> None:
+    samples = [(labels, value) for labels, value in fleet.ask(query) if not math.isnan(value)]
+    assert samples
+    if "instance" in samples[0][0]:
+        assert {labels["instance"] for labels, _ in samples} == {fleet.well, fleet.ill}
+
+
+def test_every_variable_has_values(fleet: Fleet) -> None:
+    for variable in DASHBOARD["templating"]["list"]:
+        if variable["type"] == "query":
+            series, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"]).groups()  # pyright: ignore[reportOptionalMemberAccess]
+            assert {labels.get(label) for labels, _ in fleet.ask(series)} - {None}, variable["name"]
+
+
+def test_row_of_a_run_says_what_the_loss_of_its_node_would_cost(fleet: Fleet) -> None:
+    runs = "Each run on each node"
+    assert fleet.column(runs, "step in hot") == {fleet.well: 2, fleet.ill: 5}
+    assert fleet.column(runs, "step in cold") == {fleet.well: 2, fleet.ill: 2}
+    assert fleet.column(runs, "steps at risk") == {fleet.well: 0, fleet.ill: 3}
+    risk, in_hot = fleet.column(runs, "time at risk"), fleet.column(runs, "age in hot")
+    assert risk[fleet.ill] > in_hot[fleet.ill] > 0
+    assert fleet.column(runs, "unhealthy") == {fleet.well: 0, fleet.ill: 0}
+
+
+def test_row_of_a_daemon_says_that_it_is_halted_and_that_a_copy_waits(fleet: Fleet) -> None:
+    assert fleet.column("Each daemon", "up") == {fleet.well: 1, fleet.ill: 1}
+    tiers = "Each tier of each daemon"
+    waiting = fleet.column(tiers, "copies waiting", tier="cold")
+    assert waiting[fleet.ill] > waiting[fleet.well] == 0
+    assert min(fleet.column(tiers, "free", tier="hot").values()) > 0
+    assert min(fleet.column(tiers, "restore, mean of a day", tier="memory").values()) > 0
+
+
+def test_numbers_at_the_top_are_of_the_whole_fleet(fleet: Fleet) -> None:
+    stats = {panel["title"]: panel["targets"][0]["expr"] for panel in DASHBOARD["panels"] if panel["type"] == "stat"}
+    assert {title: [value for _, value in fleet.ask(query)] for title, query in stats.items()} == {
+        "Daemons that answer": [2],
+        "Daemons that do not answer": [0],
+        "Runs that train, on all nodes": [2],
+        "Daemons that delete nothing": [1],
+        "Runs with unhealthy checkpoints": [0],
+        "Copies given up in a day": [0],
+    }
