@@ -131,6 +131,17 @@ async def test_pages_of_many_checkpoints_are_bounded(house: House) -> None:
     assert "1702 older checkpoints are not drawn" in text
 
 
+async def test_only_some_of_many_runs_are_on_the_first_page(house: House) -> None:
+    await with_history(house)
+    entry = house.rooms.catalog.get(checkpoint_id(RUN, 7, 1))
+    assert entry is not None
+    for number in range(100):
+        house.rooms.catalog.add(msgspec.structs.replace(entry.manifest, run=f"other-{number}"), "hot")
+    shown = await page(house, "/")
+    assert "71 more runs tierd runs" in shown.text
+    assert RUN in shown.text, "its trainers are attached"
+
+
 async def test_no_run_yet(house: House) -> None:
     await house.rooms.look()
     assert "None yet." in (await page(house, "/")).text

@@ -32,6 +32,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 PICTURES_MAX = 5  # runs with a picture on the first page
+RUNS_MAX = 30  # on the first page
 ROWS_MAX = 200  # checkpoints in the table of a run
 FILES_MAX = 200  # in the table of a checkpoint
 
@@ -40,7 +41,7 @@ Parents = Mapping[CheckpointId, CheckpointId | None]
 
 def overview_page(status: StatusReport, rows: Sequence[CheckpointRow], parents: Parents) -> str:
     """All runs: what is wrong, what is safe where, what a loss would cost. Runs with trainers come first."""
-    runs = sorted(status.runs, key=lambda run: (not run.ranks_attached, run.run))
+    runs = sorted(status.runs, key=lambda run: (not run.ranks_attached, run.run))[:RUNS_MAX]
     pictures = {
         run.run: timeline([row for row in rows if row.run == run.run], tier_names(status), parents)
         for run in runs[:PICTURES_MAX]
@@ -52,7 +53,16 @@ def overview_page(status: StatusReport, rows: Sequence[CheckpointRow], parents: 
     costs |= {f"copy to {tier}": cost for tier, cost in status.costs.replicate.items()}
     costs |= {f"restore from {tier}": cost for tier, cost in status.costs.restore.items()}
     title = f"tierd on {status.node}"
-    return _render("overview.html", status=status, runs=runs, pictures=pictures, costs=costs.items(), title=title)
+    left_out = len(status.runs) - len(runs)
+    return _render(
+        "overview.html",
+        status=status,
+        runs=runs,
+        left_out=left_out,
+        pictures=pictures,
+        costs=costs.items(),
+        title=title,
+    )
 
 
 def run_page(
