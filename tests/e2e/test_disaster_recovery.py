@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shlex
 import shutil
-import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -15,64 +11,20 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.support.cli import make_checkpoint, make_house
 from tests.support.daemon import Daemon
+from tests.support.guide import Section
 from tests.support.s3 import moto_server, s3_client
 from tests.support.trainer import Trainer
 from tests.support.waiting import wait_until
-from tierd.cli.app import make_app
 from tierd.errors import Corrupt
 
-GUIDE = (Path(__file__).parents[2] / "docs/guides/disaster-recovery.md").read_text(encoding="utf-8")
-PLACEHOLDER = re.compile(r"\b(RUN|STEP|FOLDER|DIR|HOT|BUCKET|PREFIX|NEW|AT|TIME|NEWNAME|KEY|FILE)\b")
+PAGE = "disaster-recovery"
 LISTED_OFTEN = "cold_list_interval_s = 1.0\n"
 KEEP = LISTED_OFTEN + "[lifecycle.hot]\nkeep_last = 1\n[lifecycle.cold]\nkeep_last = {cold}\nkeep_every = 0\n"
 
 needs_aws = pytest.mark.skipif(shutil.which("aws") is None, reason="the command line of AWS is not installed")
-
-
-class Section:
-    """The commands of a section. `run_next` runs the next one of a block as it is written, with its placeholders
-    replaced; a test that follows a section runs all of them."""
-
-    def __init__(self, title: str, environ: dict[str, str], **values: object) -> None:
-        (self._text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", GUIDE, re.DOTALL | re.MULTILINE)
-        found = re.findall(r"^```sh\n(.*?)^```$", self._text, re.DOTALL | re.MULTILINE)
-        self._left = [line.partition("   #")[0].rstrip() for block in found for line in block.splitlines()]
-        self._environ = {**os.environ, **environ}
-        self.values = {name: str(value) for name, value in values.items()}
-
-    def run_next(self, beginning: str, *, expected: int = 0) -> str:
-        command = self._left.pop(0)
-        assert command.startswith(beginning)
-        return self._run(command, expected)
-
-    def run_in_prose(self, command: str) -> str:
-        assert f"`{command}`" in self._text
-        return self._run(command, 0)
-
-    def replaces(self, beginning: str) -> None:
-        """The next command is one that a test does in another way."""
-        assert self._left.pop(0).startswith(beginning)
-
-    def assert_done(self) -> None:
-        assert self._left == []
-
-    def _run(self, command: str, expected: int) -> str:
-        command = PLACEHOLDER.sub(lambda match: self.values[match[0]], command)
-        program, *words = shlex.split(command)
-        if program == "tierd":
-            result = CliRunner().invoke(make_app(), words, env=self._environ)
-            code, output = result.exit_code, result.output
-        else:
-            done = subprocess.run(
-                ["bash", "-c", command], env=self._environ, capture_output=True, text=True, timeout=120, check=False
-            )
-            code, output = done.returncode, done.stdout + done.stderr
-        assert code == expected, f"{command}: {output}"
-        return output
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +79,7 @@ def test_a_node_is_lost(tmp_path: Path, bucket: Bucket) -> None:
         assert (found.step, found.tier) == (1, "cold")
         assert trainer.digest() == digest
     values = {"BUCKET": bucket.name, "PREFIX": "prefix", "RUN": "run", "DIR": tmp_path / "copy"}
-    section = Section("A node is lost", bucket.environ, **values)
+    section = Section(PAGE, "A node is lost", bucket.environ, **values)
     section.run_next("tierd restore --from")
     section.assert_done()
     assert (tmp_path / "copy" / "manifest.json").exists()
@@ -141,7 +93,7 @@ def test_the_hot_disk_is_lost(tmp_path: Path) -> None:
             daemon.hot.rename(tmp_path / "dead")
             digest = save(trainer)  # not durable in hot, so it goes to cold
             trainer.kill()
-        section = Section("The hot disk is lost", environ_of(daemon), RUN="run", HOT=daemon.hot, FOLDER="")
+        section = Section(PAGE, "The hot disk is lost", environ_of(daemon), RUN="run", HOT=daemon.hot, FOLDER="")
         section.replaces("systemctl stop tierd")
         daemon.stop()
         shutil.rmtree(daemon.hot, ignore_errors=True)
@@ -174,7 +126,7 @@ def test_a_region_is_lost(tmp_path: Path, server: str, bucket: Bucket) -> None:
             digest = save(trainer, "dr")
             trainer.kill()
         values = {"BUCKET": bucket.name, "PREFIX": "prefix", "NEW": new.name, "RUN": "run", "DIR": tmp_path / "copy"}
-        section = Section("A region is lost", environ_of(daemon, bucket), **values)
+        section = Section(PAGE, "A region is lost", environ_of(daemon, bucket), **values)
         daemon.stop()
         text = daemon.config.read_text()
         former = f'[[cold]]\nname = "cold"\n{lost}'
@@ -218,7 +170,7 @@ def test_a_bucket_was_emptied(tmp_path: Path, bucket: Bucket, monkeypatch: pytes
         time = deleted_by_someone(bucket)
         wait_until(lambda: daemon.steps("cold") == [3], "what hot sends again")
         values = {"BUCKET": bucket.name, "AT": "prefix/", "TIME": time}
-        section = Section("A bucket was emptied", environ_of(daemon, bucket), **values)
+        section = Section(PAGE, "A bucket was emptied", environ_of(daemon, bucket), **values)
         section.run_next("aws s3api list-object-versions")
         section.run_next("(grep -v")
         section.run_next("tierd verify --tier cold --deep")
@@ -237,7 +189,7 @@ def test_a_milestone_was_removed_by_mistake(tmp_path: Path, bucket: Bucket, monk
         assert daemon.tierd("milestone", "--run", "run", "--remove", "best").returncode == 0
         values = {"BUCKET": bucket.name, "PREFIX": "prefix", "RUN": "run", "STEP": 1, "NEWNAME": "best-2"}
         environ = environ_of(daemon, bucket)
-        section = Section("A milestone was removed by mistake", environ, **values)
+        section = Section(PAGE, "A milestone was removed by mistake", environ, **values)
         assert "unmarked" in section.run_next("tierd log --audit --run RUN")
         section.run_next("tierd milestone --run RUN --step STEP NEWNAME")
         for _ in range(2):
@@ -252,7 +204,7 @@ def test_a_milestone_was_removed_by_mistake(tmp_path: Path, bucket: Bucket, monk
         daemon.config.write_text(daemon.config.read_text().replace(LISTED_OFTEN, ""))
         daemon.start()
         folder = next(name for name in keys_of(bucket).split() if name.endswith("/gone.json")).split("/")[-2]
-        undo = Section("A bucket was emptied", environ, BUCKET=bucket.name, AT=f"prefix/run/{folder}/", TIME=time)
+        undo = Section(PAGE, "A bucket was emptied", environ, BUCKET=bucket.name, AT=f"prefix/run/{folder}/", TIME=time)
         undo.run_next("aws s3api list-object-versions")
         undo.run_next("(grep -v")
         section.values |= {"FOLDER": folder, "NEWNAME": "best-3"}
@@ -278,7 +230,7 @@ def test_the_key_is_lost(tmp_path: Path) -> None:
     key = tmp_path / "key"
     old = house.tierd("key", "new", key).stdout.strip()
     assert house.tierd("key", "sign", "run", "--yes").exit_code == 0
-    section = Section("The key is lost", {"TIERD_CONFIG": str(house.config)}, RUN="run", KEY=key, FILE=key)
+    section = Section(PAGE, "The key is lost", {"TIERD_CONFIG": str(house.config)}, RUN="run", KEY=key, FILE=key)
     assert old in section.run_in_prose("tierd key show FILE")
     key.unlink()
     new = section.run_next("tierd key new KEY").strip()
@@ -295,9 +247,10 @@ def test_what_comes_first_and_what_comes_before(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon, Trainer() as trainer:
         trainer.connect(daemon.socket)
         save(trainer)
-        first = re.findall(r"^```sh\n(.*?)^```$", GUIDE.partition("\n## ")[0], re.DOTALL | re.MULTILINE)
-        assert [line.split()[:2] for line in first[0].splitlines()] == [["tierd", "status"], ["tierd", "ls"]]
-        assert daemon.tierd("status").returncode == daemon.tierd("ls", "--run", "run").returncode == 0
-        section = Section("Before it happens", environ_of(daemon))
+        first = Section(PAGE, "", environ_of(daemon), RUN="run")
+        first.run_next("tierd status")
+        first.run_next("tierd ls")
+        first.assert_done()
+        section = Section(PAGE, "Before it happens", environ_of(daemon))
         section.run_next("tierd drill")
         section.assert_done()
