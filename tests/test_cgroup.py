@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cgroup import UNLIMITED_V1, make_v1, make_v2
+from tests.support.daemon import serving
 from tests.support.waiting import wait_until
 from tierd.cgroup import available_bytes, memory_limit
 
@@ -149,6 +151,47 @@ def test_first_snapshot_beyond_the_limit_of_a_real_cgroup_is_refused_and_not_kil
     finally:
         wait_until(lambda: not (folder / "cgroup.procs").read_text(), "the processes in the cgroup to end")
         folder.rmdir()
+
+
+IN_POD = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import tierd_client
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+model = torch.nn.Linear(4096, 8192, bias=False)  # 128 MiB
+client = tierd_client.connect("run", socket=sys.argv[2])
+client.snapshot(1, tierd_client.TrainingState(model=model)).wait_persisted(60)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_slots_count_for_the_container_that_filled_them_and_after_its_end_for_its_pod(tmp_path: Path) -> None:
+    """As docs/guides/kubernetes.md says. Needs $TIERD_TEST_CGROUP, as above. The daemon is outside of the pod, so what
+    counts there are the slots."""
+    parent = os.environ.get("TIERD_TEST_CGROUP")
+    if not parent:
+        pytest.skip("$TIERD_TEST_CGROUP names no cgroup in which the test may create another")
+    pod = Path(parent, f"tierd-test-{os.getpid()}")
+    container = pod / "trainer"
+    pod.mkdir()
+    if (pod / "cgroup.subtree_control").exists():
+        (pod / "cgroup.subtree_control").write_text("+memory")
+    container.mkdir()
+    usage = "memory.current" if (pod / "memory.current").exists() else "memory.usage_in_bytes"
+    try:
+        with serving(tmp_path) as daemon:
+            command = [sys.executable, "-c", IN_POD, str(container), daemon.socket]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            assert ended.returncode == -signal.SIGKILL, ended.stderr
+            assert int((container / usage).read_text()) > 128 * MIB
+            container.rmdir()
+            assert int((pod / usage).read_text()) > 128 * MIB, "the snapshot that the daemon keeps"
+        wait_until(lambda: int((pod / usage).read_text()) < 64 * MIB, "the memory to be given back with the daemon")
+    finally:
+        if container.exists():
+            container.rmdir()
+        pod.rmdir()
 
 
 def test_available_memory_is_what_the_kernel_says_within_the_limit_of_the_cgroup(tmp_path: Path) -> None:

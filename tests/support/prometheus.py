@@ -51,8 +51,9 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(folder: Path, targets: Sequence[str]) -> Generator[Prometheus]:
-    """`targets`: the URLs of daemons. Yields when it has scraped each."""
+def prometheus(folder: Path, targets: Sequence[str], *, interval: str = INTERVAL) -> Generator[Prometheus]:
+    """`targets`: the URLs of daemons. Yields when it has scraped each. A scrape that takes longer than `interval`
+    fails, and its target then has no series until the next one."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("prometheus is not installed (Debian: prometheus)")
@@ -63,7 +64,7 @@ def prometheus(folder: Path, targets: Sequence[str]) -> Generator[Prometheus]:
             rule.pop("for", None)
     (folder / "alerts.yml").write_text(yaml.safe_dump({"groups": groups}))
     config = {
-        "global": {"scrape_interval": INTERVAL, "evaluation_interval": INTERVAL},
+        "global": {"scrape_interval": interval, "evaluation_interval": interval},
         "rule_files": ["alerts.yml"],
         "scrape_configs": [
             {"job_name": "tierd", "static_configs": [{"targets": [url.removeprefix("http://") for url in targets]}]}
