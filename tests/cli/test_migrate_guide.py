@@ -105,6 +105,7 @@ def run(line: str) -> None:
         subprocess.run(["bash", "-ec", line], check=True, env={**os.environ, "PATH": path}, timeout=120)
 
 
+@pytest.mark.long
 def test_the_commands_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     house: House = make_house(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -628,7 +628,7 @@ LIMITS = [
     removed(
         "7", "runs with series of their own are limited",
         "trainer_limits::test_many_runs_have_a_bounded_number_of_series", "AssertionError: assert 120 <= (100 + 1)",
-        "tierd/api/operator.py", "is_live, reports), key=age)[:RUNS_MAX]", "is_live, reports), key=age)",
+        "tierd/api/gauges.py", "is_live, reports), key=age)[:RUNS_MAX]", "is_live, reports), key=age)",
     ),
     removed(
         "7", "a tier that a peer names is no label", "trainer_limits::test_many_runs_have_a_bounded_number_of_series",
