@@ -135,6 +135,7 @@ def test_the_commands_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert (Path("snapshots-back/step_500/0/model")).read_bytes() == Path("snapshots/step_500/0/model").read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("framework", [name for name in FRAMEWORKS if blocks(name, "python")])
 def test_the_code_of_the_guide_moves_a_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: str

@@ -24,6 +24,7 @@ PAGE = "disaster-recovery"
 LISTED_OFTEN = "cold_list_interval_s = 1.0\n"
 KEEP = LISTED_OFTEN + "[lifecycle.hot]\nkeep_last = 1\n[lifecycle.cold]\nkeep_last = {cold}\nkeep_every = 0\n"
 
+pytestmark = pytest.mark.long
 needs_aws = pytest.mark.skipif(shutil.which("aws") is None, reason="the command line of AWS is not installed")
 
 
