@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -281,6 +282,36 @@ def test_bug_is_one_line_and_exit_1_with_a_traceback_on_request(house: House, mo
 
     monkeypatch.setenv("TIERD_TRACEBACK", "1")
     assert "Traceback" in house.tierd("ls").stderr
+
+
+INTERRUPTED_IN_A_CALLBACK = """
+import asyncio, os, sys, typer, weakref
+import tierd.cli.app, tierd.cli.ls
+
+class Thing: pass
+
+async def ls(context: typer.Context):
+    def callback(reference):
+        os.kill(os.getpid(), {number})
+        for _ in range(1000):  # the handler runs between two bytecodes
+            pass
+    thing = Thing()
+    reference = weakref.ref(thing, callback)
+    del thing
+    await asyncio.sleep(20)
+    return 0
+
+tierd.cli.ls.ls = ls
+sys.argv = ["tierd", "ls"]
+tierd.cli.app.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_that_arrives_in_a_callback_of_a_weak_reference_is_not_lost(number: signal.Signals) -> None:
+    program = INTERRUPTED_IN_A_CALLBACK.format(number=int(number))
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (128 + number, "")
 
 
 def test_second_daemon_on_one_directory_is_exit_11(house: House) -> None:

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import FrameType
-from typing import Annotated, Any, Concatenate, ParamSpec
+from typing import Annotated, Any, Concatenate, ParamSpec, cast
 
 import typer
 
@@ -50,7 +50,7 @@ def _guarded(
     def run(context: typer.Context, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             returned = verb(context, *args, **kwargs)
-            code = returned if isinstance(returned, int) else asyncio.run(returned)
+            code = returned if isinstance(returned, int) else _run(returned)
         except KeyboardInterrupt as error:
             number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
             raise typer.Exit(128 + number) from error
@@ -65,6 +65,37 @@ def _guarded(
         raise typer.Exit(code)
 
     return run
+
+
+def _run(verb: Coroutine[Any, Any, int]) -> int:
+    """Runs a verb in an event loop of its own. The first SIGTERM cancels it, as asyncio.run does at the first SIGINT:
+    what a signal handler raises is lost if the signal arrives in a callback of a weak reference or in `__del__`."""
+    is_terminated = False
+
+    async def cancellable() -> int:
+        task, loop = cast("asyncio.Task[int]", asyncio.current_task()), asyncio.get_running_loop()
+
+        def cancel(signum: int, frame: FrameType | None) -> None:
+            nonlocal is_terminated
+            if is_terminated:
+                raise _Terminated
+            is_terminated = True
+            loop.call_soon_threadsafe(task.cancel)
+
+        if signal.getsignal(signal.SIGTERM) is _terminate:
+            signal.signal(signal.SIGTERM, cancel)
+        try:
+            return await verb
+        finally:
+            if signal.getsignal(signal.SIGTERM) is cancel:  # the daemon has its own
+                signal.signal(signal.SIGTERM, _terminate)
+
+    try:
+        return asyncio.run(cancellable())
+    except asyncio.CancelledError as error:
+        if is_terminated:
+            raise _Terminated from error
+        raise
 
 
 def _print_error(error: Exception) -> int:
@@ -152,13 +183,14 @@ def settings(
             print_note(f"tierd: {unknown}")
 
 
-def main() -> None:
-    def terminate(signum: int, frame: FrameType | None) -> None:
-        # A task that nobody awaits may end by it, and asyncio would log that with a traceback.
-        logging.getLogger("asyncio").disabled = True
-        raise _Terminated
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    # A task that nobody awaits may end by it, and asyncio would log that with a traceback.
+    logging.getLogger("asyncio").disabled = True
+    raise _Terminated
 
-    signal.signal(signal.SIGTERM, terminate)
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, _terminate)
     arguments = config_first(sys.argv[1:])
     try:
         make_app(called(arguments))(arguments)
