@@ -21,8 +21,8 @@ class Events:
 
     async def see(self, names: int) -> str:
         """A pass that finds these names."""
-        self.source.begin_pass()
-        await self.source.follow(names)
+        await self.source.begin_pass()
+        self.source.follow(names)
         return self.source.why_not
 
 
@@ -55,7 +55,16 @@ async def test_changes_that_are_not_reported_for_a_while_lead_to_polling(events:
 
 
 async def test_without_inotify_the_folder_is_polled(tmp_path: Path) -> None:
-    events = Events(tmp_path / "none")  # the call fails, as without inotify
-    assert "inotify is not available: No such file or directory" in await events.see(1)
+    events = Events(tmp_path / ("name" * 100))  # the call fails, as without inotify
+    assert "inotify is not available: File name too long" in await events.see(1)
+    await events.source.stop()
+    events.pool.close()
+
+
+async def test_inotify_begins_when_the_folder_appears(tmp_path: Path) -> None:
+    events = Events(tmp_path / "out")
+    assert await events.see(1) == "the folder does not exist"
+    (tmp_path / "out").mkdir()
+    assert await events.see(1) == ""
     await events.source.stop()
     events.pool.close()

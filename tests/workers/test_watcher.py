@@ -31,10 +31,11 @@ from tierd.format import layout
 from tierd.format.ids import Run, checkpoint_id
 from tierd.format.signature import new_key, parse_keys
 from tierd.lifecycle.policy import HOT
+from tierd.tiers.watch import FolderEvents
 from tierd.transfer import watched_folder
 from tierd.transfer.adopted_output import AdoptedOutput
 from tierd.transfer.adoption import read_tree
-from tierd.workers import watch_claim, watcher
+from tierd.workers import folder_events, watch_claim, watcher
 from tierd.workers.hot_space import no_room
 from tierd.workers.watcher import Watcher
 
@@ -150,6 +151,21 @@ async def test_a_complete_checkpoint_of_every_preset_is_adopted_once_and_comes_b
         else:
             assert contents(built) == contents(path)
         assert folder.count("adopted") == 1
+
+
+async def test_a_save_before_inotify_begins_is_seen_by_the_same_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no event, so the next pass would be a minute later."""
+    async with watched(tmp_path) as folder:
+
+        def begin(path: Path, on_change: Callable[[], None]) -> FolderEvents:
+            save_hf(path, 100, Writer())
+            return FolderEvents(path, on_change)
+
+        monkeypatch.setattr(folder_events, "FolderEvents", begin)
+        await folder.watcher.run_once()
+        assert "unchanged" in folder.watcher.report().waiting[0]
 
 
 @pytest.mark.parametrize(

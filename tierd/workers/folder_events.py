@@ -40,26 +40,29 @@ class EventSource:
         """Whether a listing has shown a change that inotify has not reported so far."""
         return self._unreported_s is not None and not self.why_not
 
-    def begin_pass(self) -> None:
-        """Call it before the folder is listed: the listing may lack the change of an event that comes after this."""
+    async def begin_pass(self) -> None:
+        """Call it before the folder is listed: inotify reports only what changes from now on, and the listing may lack
+        the change of an event that comes after this. Raises TierUnreachable when the folder does not answer."""
         self._loop = asyncio.get_running_loop()
         self._had_event, self._has_event = self._has_event, False
-
-    async def follow(self, names: int) -> None:
-        """Call it after the folder is listed. `names`: a number that changes when the names in the folder change.
-        Raises TierUnreachable when the folder does not answer."""
         if self._source is not None and not self._source.is_alive:
             await self.stop()  # the folder was deleted and made again
-        if not self._is_tried:
-            self._is_tried = True
-            try:
-                self._source = await self._pool.run(FolderEvents, self._path, self._notice)
-                self.why_not = ""
-            except OSError as error:
-                self._poll(f"inotify is not available: {error.strerror or error}")
-        elif self._had_event:
+        if self._is_tried:
+            return
+        try:
+            self._source = await self._pool.run(FolderEvents, self._path, self._notice)
+            self.why_not = ""
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._poll(f"inotify is not available: {error.strerror or error}")
+        self._is_tried = True
+
+    def follow(self, names: int) -> None:
+        """Call it after the folder is listed. `names`: a number that changes when the names in the folder change."""
+        if self._had_event:
             self._unreported_s = None
-        elif self._unreported_s is None and names != self._names:
+        elif self._unreported_s is None and self._names not in (None, names):
             self._unreported_s = self._now_s()
         if self.is_in_doubt and self._now_s() - (self._unreported_s or 0.0) > UNREPORTED_S:
             self._poll("inotify does not report every change: another machine writes there, or its queue was full")

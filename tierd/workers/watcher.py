@@ -101,10 +101,10 @@ class Watcher:
         """Returns True even if a checkpoint could not be adopted, because each one has its own backoff."""
         self._findings.begin_pass()
         await self._clear_leftovers()
-        self._events.begin_pass()
         try:
+            await self._events.begin_pass()
             listing = await self._pool.query(names, self._path)
-            await self._events.follow(listing.key)
+            self._events.follow(listing.key)
             await self._scan(listing)
         except TierdError as error:
             await self._forget_folder(error)
