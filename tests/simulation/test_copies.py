@@ -30,7 +30,7 @@ from tierd.workers.part_copier import PartCopier
 
 SEEDS = 1
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000")) // 20
-THREE_EVERY = 740  # of the worlds of three nodes, the short run has every so many
+THREE_EVERY = 1480  # of the worlds of three nodes, the short run has every so many
 MUTATED_SEEDS = range(12)
 
 pytestmark = pytest.mark.timeout(600)

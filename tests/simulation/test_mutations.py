@@ -153,7 +153,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, broken: o
     "kind",
     [
         pytest.param("a full disk stopped durability", marks=pytest.mark.long),
-        "hot deleted a checkpoint before its cold copy",
+        pytest.param("hot deleted a checkpoint before its cold copy", marks=pytest.mark.long),
         "a checkpoint has two manifests",
         "a sequence was given twice",
     ],
