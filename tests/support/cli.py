@@ -15,7 +15,7 @@ import msgspec
 from typer.testing import CliRunner, Result
 
 from tests.support.store_contract import BytesSource
-from tierd.cli.app import make_app
+from tierd.cli.app import called, make_app
 from tierd.format import checksum, layout
 from tierd.format.ids import CheckpointId, Rank, checkpoint_id
 from tierd.format.manifest import FileEntry, Head, Manifest, file_entry
@@ -46,7 +46,8 @@ class House:
 
     def tierd(self, *arguments: str | Path) -> Result:
         """Runs a command in this process."""
-        return CliRunner().invoke(make_app(), ["--config", str(self.config), *map(str, arguments)])
+        words = ["--config", str(self.config), *map(str, arguments)]
+        return CliRunner().invoke(make_app(called(words)), words)
 
     def json(self, *arguments: str | Path) -> Any:
         """The decoded output of a command with --json, which must succeed and print nothing else to stdout."""
