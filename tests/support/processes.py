@@ -99,7 +99,7 @@ class Command(ForkedProcess):
             pipes = [context.Pipe(duplex=False) for _ in range(2)]
             for end in (end for pipe in pipes for end in pipe):
                 stack.enter_context(end)
-            self.stdout, self.stderr = (open(os.dup(reader.fileno()), encoding="utf-8") for reader, _ in pipes)
+            self.stdout, self.stderr = (os.fdopen(os.dup(reader.fileno()), encoding="utf-8") for reader, _ in pipes)
             super().__init__(_run_with_pipes, list(arguments), dict(os.environ), *(writer for _, writer in pipes))
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
@@ -114,9 +114,7 @@ class Command(ForkedProcess):
         return stdout, stderr
 
 
-def _run_with_pipes(
-    arguments: list[str], environ: Mapping[str, str], stdout: Connection, stderr: Connection
-) -> None:
+def _run_with_pipes(arguments: list[str], environ: Mapping[str, str], stdout: Connection, stderr: Connection) -> None:
     for number, pipe in ((1, stdout), (2, stderr)):
         os.dup2(pipe.fileno(), number)
         pipe.close()

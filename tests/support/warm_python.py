@@ -1,8 +1,8 @@
 """A program in the place of `sys.executable`, whose processes are forked from one that has imported torch and tierd.
 
-For `sys.executable -m MODULE`: a new Python needs half a second of CPU to import tierd, and two seconds for torch. What runs is a
-process with the arguments, directory, umask, environment and descriptors that the command gave it. The program
-only passes these to a server and ends as that process does; if the program is killed, so is the process.
+For `sys.executable -m MODULE`: a new Python needs half a second of CPU to import tierd, and two seconds for torch. What
+runs is a process with the arguments, directory, umask, environment and descriptors that the command gave it. The
+program only passes these to a server and ends as that process does; if the program is killed, so is the process.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _run(arguments: Sequence[str], environ: dict[str, str]) -> int:
     """Becomes `python [-P] -m MODULE ARGUMENTS…`; the exit code."""
     os.environ.clear()
     os.environ.update(environ)
-    sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False) for number, mode in enumerate("rww"))
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, closefd=False) for number, mode in enumerate("rww"))
     by_name, module, *more = arguments[1:] if arguments[0] == "-P" else arguments
     assert by_name == "-m", arguments
     sys.argv = [module, *more]
