@@ -124,9 +124,10 @@ def _run(arguments: Sequence[str], environ: dict[str, str]) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
-    if isinstance(code, str):
+    if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if not stream.closed:
+            stream.flush()
     return code or 0
