@@ -87,6 +87,20 @@ def checkpoints_examined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def warm_program() -> Iterator[str]:
+    from tests.support.warm_python import warm_python  # `make gpu` collects without what this imports
+
+    with warm_python() as program:
+        yield program
+
+
+@pytest.fixture
+def forked_python(monkeypatch: pytest.MonkeyPatch, warm_program: str) -> None:
+    """`sys.executable` of the test's process starts by a fork: see tests/support/warm_python.py."""
+    monkeypatch.setattr(sys, "executable", warm_program)
+
+
+@pytest.fixture(scope="session")
 def moto() -> Iterator[str]:
     """The URL of a moto server. All tests share its bucket, each below a prefix of its own."""
     with moto_server() as url:

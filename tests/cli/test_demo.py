@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tierd.cli import demo
+from tierd.cli import demo, demo_run
 from tierd.cli.app import make_app
 
 
@@ -59,7 +59,10 @@ def test_demo_refuses_a_directory_that_it_cannot_make(tmp_path: Path) -> None:
     assert "give a writable one with --dir" in result.stderr
 
 
-def test_demo_shows_and_keeps_the_log_of_a_trainer_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_shows_and_keeps_the_log_of_a_trainer_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_program: str
+) -> None:
+    monkeypatch.setattr(demo_run, "PYTHON", (warm_program, "-P", "-m"))
     monkeypatch.setattr(demo, "TRAINER", "tierd_client.examples.absent")
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(make_app(["demo"]), ["demo"])

@@ -23,7 +23,7 @@ STATE = {"model": {"weight": torch.arange(12.0).view(3, 4), "bias": torch.ones(4
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
+def house(tmp_path: Path, forked_python: None) -> House:
     return make_house(tmp_path)
 
 
@@ -175,7 +175,8 @@ finally:
 """
 
 
-def test_safetensors_export_needs_neither_torch_nor_memory_for_the_state(house: House) -> None:
+def test_safetensors_export_needs_neither_torch_nor_memory_for_the_state(tmp_path: Path) -> None:
+    house = make_house(tmp_path)
     commit(house.hot, [shard_of([(f"w{index}", torch.zeros(32 << 20, dtype=torch.uint8), (0,))]) for index in range(8)])
     command = ["--config", str(house.config), "export", "--format", "safetensors", "--to", str(house.root / "out")]
     done = subprocess.run([sys.executable, "-c", MEASURED, *command], capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.support.cli import House, make_house
 from tests.support.state import Training, commit, stage
-from tierd.cli.app import make_app
+from tierd.cli.app import called, make_app
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/import.md"
 
@@ -23,6 +23,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_the_commands_of_the_guide_succeed_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     house: House = make_house(tmp_path)
     training = Training.fresh()
@@ -37,5 +38,5 @@ def test_the_commands_of_the_guide_succeed_in_their_order(tmp_path: Path, monkey
     assert len(commands()) > 3
     for program, *arguments in commands():
         assert program == "tierd"
-        result = CliRunner().invoke(make_app(), arguments)
+        result = CliRunner().invoke(make_app(called(arguments)), arguments)
         assert result.exit_code == 0, f"{arguments}: {result.output}"

@@ -433,6 +433,7 @@ def test_daemon_that_hangs_is_abandoned_and_the_tiers_are_listed(house: House, m
 # ── as a process ──
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_closed_output_pipe_is_no_error(house: House) -> None:
     for step in range(3):
         make_checkpoint(house.hot, step=step)

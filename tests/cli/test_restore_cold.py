@@ -69,7 +69,9 @@ def written_bytes(pid: int) -> int:
     return int(counts["wchar"])
 
 
-@pytest.mark.parametrize("is_flipped", [False, True], ids=["as it was", "a bit flipped"])
+@pytest.mark.parametrize(
+    "is_flipped", [pytest.param(False, id="as it was", marks=pytest.mark.long), pytest.param(True, id="a bit flipped")]
+)
 def test_killed_restore_is_continued_by_the_same_command(
     buckets: tuple[House, Bucket, Bucket], is_flipped: bool
 ) -> None:
@@ -154,7 +156,7 @@ def test_silent_bucket_is_given_up_and_the_other_tiers_are_shown(
     buckets: tuple[House, Bucket, Bucket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the limit, three attempts of a minute each delay every answer."""
-    monkeypatch.setattr(opened_tiers, "SILENCE_S", 3.0)
+    monkeypatch.setattr(opened_tiers, "SILENCE_S", 2.0)
     monkeypatch.setattr(opened_tiers, "NOTE_AFTER_S", 0.1)
     house, near, far = buckets
     make_checkpoint(house.hot, step=100)
@@ -165,7 +167,7 @@ def test_silent_bucket_is_given_up_and_the_other_tiers_are_shown(
     listed = house.tierd("ls")
     assert listed.exit_code == 3
     assert "waiting for near, which has not answered yet: s3://" in listed.stderr
-    assert "near is left out, it cannot be listed: list s3://checkpoints/deep: no answer for 3 s" in listed.stderr
+    assert "near is left out, it cannot be listed: list s3://checkpoints/deep: no answer for 2 s" in listed.stderr
     assert [line.split()[3] for line in listed.stdout.splitlines()[1:]] == ["far", "hot"]
 
     shown = house.tierd("status")
@@ -176,7 +178,7 @@ def test_silent_bucket_is_given_up_and_the_other_tiers_are_shown(
 
     refused = house.tierd("restore", "--tier", "near", "--to", house.root / "restored")
     assert refused.exit_code == 14
-    assert "no answer for 3 s" in refused.stderr
+    assert "no answer for 2 s" in refused.stderr
     assert house.tierd("restore", "--run", "run42", "--to", house.root / "restored").exit_code == 0
 
 
@@ -184,12 +186,12 @@ def test_slow_bucket_that_answers_is_listed_whole(
     buckets: tuple[House, Bucket, Bucket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is for silence: a listing of many pages may take minutes."""
-    monkeypatch.setattr(opened_tiers, "SILENCE_S", 3.0)
+    monkeypatch.setattr(opened_tiers, "SILENCE_S", 1.5)
     house, near, _ = buckets
     commit(house.root / "made", shards(1, 1, 1), chunk_bytes=CHUNK_BYTES)
     near.fill(house.root / "made", "deep")
     near.page = 1
-    near.script = lambda operation, key: time.sleep(0.7) or ""
+    near.script = lambda operation, key: time.sleep(0.35) or ""
     assert [row["tiers"] for row in house.json("ls", "--tier", "near")] == [["near"]]
 
 
@@ -267,9 +269,10 @@ def house_with_one(tmp_path: Path) -> House:
 # ── what is seen meanwhile ──
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_progress_is_shown_on_a_terminal_and_not_on_a_pipe(tmp_path: Path) -> None:
     house = make_house(tmp_path)
-    make_checkpoint(house.cold, size_bytes=40 << 20)
+    make_checkpoint(house.cold, size_bytes=8 << 20)
     command = [sys.executable, "-m", "tierd", "--config", str(house.config), "restore", "--to"]
     piped = subprocess.run([*command, str(tmp_path / "piped")], capture_output=True, timeout=120, check=True)
     assert piped.stderr == b""

@@ -33,7 +33,6 @@ def serving(house: House) -> Iterator[None]:
     process = house.start("serve")
     log = ""
     try:
-        assert process.stderr is not None
         while " serves " not in log:
             assert select.select([process.stderr], [], [], DEADLINE_S)[0], "the daemon printed nothing"
             line = process.stderr.readline()

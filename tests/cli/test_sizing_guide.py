@@ -14,7 +14,8 @@ from tests.support.bucket import bucket_server
 from tests.support.rooms import rooms_at
 from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY
 from tests.support.s3_store import s3_store
-from tierd.cli.app import make_app
+from tierd.cli import forecast_checks
+from tierd.cli.app import called, make_app
 from tierd.config.sections import Config
 from tierd.format.checksum import CHUNK_BYTES
 from tierd.tiers.checkpoint_copy import copy_checkpoint
@@ -42,11 +43,12 @@ def test_the_command_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pyt
         cold = f'endpoint_url = "{served.url}"\n[lifecycle.hot]'
         (tmp_path / "tierd.toml").write_text(text.replace("[lifecycle.hot]", cold))
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(forecast_checks, "MEASURED_BYTES", 1 << 20)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
         program, *arguments = shlex.split(command.removeprefix("$ "))
         assert program == "tierd"
-        printed = CliRunner().invoke(make_app(), arguments).stdout
+        printed = CliRunner().invoke(make_app(called(arguments)), arguments).stdout
     lines = printed.replace(str(tmp_path / "nvme"), "/nvme").replace(str(tmp_path), "/nvme/tierd").splitlines()
     assert sentences(lines)[-len(shown) :] == sentences(shown)
 

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from tests.support.trainer import Trainer, Training, joined, together
 from tests.support.waiting import DEADLINE_S, wait_until
 
 FOREVER = 1_000_000
+STEP_S = 0.005  # without it, each training of these tests takes a core from the daemon and from other tests
 
 
 @pytest.fixture
@@ -46,6 +48,7 @@ def _loop(training: Training, is_deaf: bool, own: str | None) -> list[int]:
     with training.client as client:
         while training.step < FOREVER:
             training.train(1)
+            time.sleep(STEP_S)
             if client.due(training.step) or (client.stopping and not is_deaf):
                 client.snapshot(training.step, training.state, milestone=own if not taken else None)
                 taken.append(training.step)
@@ -105,7 +108,7 @@ def test_stop_force_interrupts_without_a_snapshot(daemon: Daemon, world_size: in
 
 def test_stop_reports_a_loop_that_does_not_end_within_the_wait(daemon: Daemon) -> None:
     with training(daemon, is_deaf=True) as (trainer,):
-        done = daemon.tierd("stop", "--run", "run", "--wait", "1")
+        done = daemon.tierd("stop", "--run", "run", "--wait", "0.5")
         assert done.returncode == 1
         assert "its trainers are still attached" in done.stderr
         assert "--force" in done.stderr
@@ -157,6 +160,7 @@ def operator(daemon: Daemon, *arguments: str) -> Any:
     return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=DEADLINE_S).stdout)
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_many_concurrent_operators_all_get_an_answer(daemon: Daemon) -> None:
     """With two ranks: every answer names a step whose snapshot was taken."""
     chance = random.Random(3)

@@ -27,7 +27,7 @@ from tierd.cli import import_
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
+def house(tmp_path: Path, forked_python: None) -> House:
     return make_house(tmp_path)
 
 
@@ -97,6 +97,7 @@ def exported(house: House, run: str = "new") -> Any:
 
 
 def test_a_training_restores_the_bits_of_its_file_and_export_gives_them_back(tmp_path: Path) -> None:
+    """With new Pythons for torch, as a user has them."""
     training = Training.fresh()
     training.train(5)
     checkpoint = training_file(tmp_path / "step5.pt", training)
@@ -124,6 +125,7 @@ def test_a_training_restores_the_bits_of_its_file_and_export_gives_them_back(tmp
     assert training.train(3) == losses
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_the_entry_that_model_names_is_restored_into_a_module(tmp_path: Path) -> None:
     training = Training.fresh()
     training.train(2)
@@ -247,6 +249,7 @@ def test_a_folder_of_torch_distributed_checkpoint_is_refused_with_what_to_do(hou
     assert "dcp_to_torch FOLDER FILE.pt" in assert_refused(house, folder, 2, "torch.distributed.checkpoint")
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_without_room_nothing_is_left(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", size_mib=12) as disk:
         house = make_house(disk)

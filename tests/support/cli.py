@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,9 @@ from typing import Any
 import msgspec
 from typer.testing import CliRunner, Result
 
+from tests.support.processes import Command
 from tests.support.store_contract import BytesSource
-from tierd.cli.app import make_app
+from tierd.cli.app import called, make_app
 from tierd.format import checksum, layout
 from tierd.format.ids import CheckpointId, Rank, checkpoint_id
 from tierd.format.manifest import FileEntry, Head, Manifest, file_entry
@@ -46,7 +45,8 @@ class House:
 
     def tierd(self, *arguments: str | Path) -> Result:
         """Runs a command in this process."""
-        return CliRunner().invoke(make_app(), ["--config", str(self.config), *map(str, arguments)])
+        words = ["--config", str(self.config), *map(str, arguments)]
+        return CliRunner().invoke(make_app(called(words)), words)
 
     def json(self, *arguments: str | Path) -> Any:
         """The decoded output of a command with --json, which must succeed and print nothing else to stdout."""
@@ -54,10 +54,9 @@ class House:
         assert result.exit_code == 0, result.output
         return msgspec.json.decode(result.stdout)
 
-    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+    def start(self, *arguments: str | Path) -> Command:
         """Runs a command as a process of its own."""
-        command = [sys.executable, "-m", "tierd", "--config", str(self.config), *map(str, arguments)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return Command(["--config", str(self.config), *map(str, arguments)])
 
 
 def make_house(root: Path, *, more: str = "") -> House:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from tests.support.processes import ENVIRONMENT, ForkedProcess, run_tierd
 from tests.support.waiting import DEADLINE_S, wait_until
-from tierd.cli.app import make_app
+from tierd.cli.app import called, make_app
 from tierd.failpoints import VARIABLE
 
 EXAMINE = "TIERD_HEALTH_EXAMINE"
@@ -202,7 +202,8 @@ class Daemon:
 
     def tierd(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """A command of the CLI with this config, run in the test's process. Not for threads: one at a time."""
-        result = CliRunner().invoke(make_app(), ["--config", str(self.config), *map(str, arguments)], env=self._environ)
+        words = ["--config", str(self.config), *map(str, arguments)]
+        result = CliRunner().invoke(make_app(called(words)), words, env=self._environ)
         return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
 
     def run_with(self, main: Callable[..., object]) -> None:

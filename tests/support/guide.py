@@ -10,7 +10,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from tierd.cli.app import make_app
+from tierd.cli.app import called, make_app
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 PLACEHOLDER = re.compile(r"\b(RUN|STEP|FOLDER|DIR|HOT|BUCKET|PREFIX|NEW|AT|TIME|NEWNAME|KEY|FILE)\b")
@@ -48,7 +48,7 @@ class Section:
         command = PLACEHOLDER.sub(lambda match: self.values[match[0]], command)
         program, *words = shlex.split(command)
         if program == "tierd":
-            result = CliRunner().invoke(make_app(), words, env=self._environ)
+            result = CliRunner().invoke(make_app(called(words)), words, env=self._environ)
             code, output = result.exit_code, result.output
         else:
             done = subprocess.run(

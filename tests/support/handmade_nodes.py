@@ -12,12 +12,14 @@ from typing import Any
 import msgspec
 
 from tests.support.daemon import Daemon
+from tests.support.processes import run_tierd
 from tests.support.waiting import wait_until
 from tests.support.wire_peer import Peer
 from tierd.descriptors import sealed_memory
 from tierd.format import layout, wire
 from tierd.format.ids import Rank
 from tierd.format.peers import NodeAddress
+from tierd.workers import committer
 
 RUN = "run"
 SHARD_BYTES = 200_000
@@ -35,6 +37,8 @@ class HandmadeNodes:
         cold = f'url = "file://{root / "cold"}"' + ("" if sends else f"\n{SENDS_NOTHING}")
         peers = '[peers]\nlisten = "127.0.0.1:0"'
         self.daemons = [Daemon(root / f"node-{i}", cold=cold, more=f"{more}\n{peers}") for i in range(count)]
+        for daemon in self.daemons:
+            daemon.run_with(_run_tierd)
         self.ranks: list[Peer] = []
         self.addresses: list[NodeAddress] = []
 
@@ -95,6 +99,12 @@ class HandmadeNodes:
     def part(self, rank: int, step: int) -> Path:
         """The folder of a part in hot."""
         return self.daemons[rank].hot / RUN / layout_name(step)
+
+
+def _run_tierd(*arguments: Any) -> None:
+    """Runs in the daemon's process, which looks for the parts of other nodes as often as for its own work."""
+    committer.HOME_S = committer.Committer.interval_s
+    run_tierd(*arguments)
 
 
 def layout_name(step: int, generation: int = 1) -> str:

@@ -16,7 +16,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +79,46 @@ def _begin(main: Callable[..., object], *arguments: Any) -> None:
 
 def run_tierd(arguments: list[str], environ: Mapping[str, str], log: str) -> None:
     """The `tierd` command. Runs in a forked process, with both output streams appended to the file `log`."""
-    _become(["tierd", *arguments], environ, stdout=log, stderr=log)
+    _redirect(log, log)
+    _run_main(arguments, environ)
+
+
+def _run_main(arguments: list[str], environ: Mapping[str, str]) -> None:
+    _become(["tierd", *arguments], environ)
 
     from tierd.cli import main
 
     main()
+
+
+class Command(ForkedProcess):
+    """The `tierd` command in a forked process, with its output in two pipes, as of a subprocess.Popen of text."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        with ExitStack() as stack:
+            pipes = [context.Pipe(duplex=False) for _ in range(2)]
+            for end in (end for pipe in pipes for end in pipe):
+                stack.enter_context(end)
+            self.stdout, self.stderr = (os.fdopen(os.dup(reader.fileno()), encoding="utf-8") for reader, _ in pipes)
+            super().__init__(_run_with_pipes, list(arguments), dict(os.environ), *(writer for _, writer in pipes))
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Waits until it ends; what it has written, and was not read yet."""
+        with ThreadPoolExecutor(2) as pool, self.stdout, self.stderr:
+            texts = [pool.submit(file.read) for file in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            finally:
+                self.kill()  # without effect unless it is too late
+            stdout, stderr = (text.result() for text in texts)
+        return stdout, stderr
+
+
+def _run_with_pipes(arguments: list[str], environ: Mapping[str, str], stdout: Connection, stderr: Connection) -> None:
+    for number, pipe in ((1, stdout), (2, stderr)):
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+    _run_main(arguments, environ)
 
 
 class Script(ForkedProcess):
@@ -118,7 +155,8 @@ class Script(ForkedProcess):
 
 
 def _run_script(argv: list[str], environ: Mapping[str, str], stdout: str, stderr: str) -> None:
-    _become(argv, environ, stdout=stdout, stderr=stderr)
+    _redirect(stdout, stderr)
+    _become(argv, environ)
     try:
         runpy.run_path(argv[0], run_name="__main__")
     except KeyboardInterrupt:  # a Python that Ctrl-C ends is killed by the signal, for its parent to see
@@ -127,12 +165,16 @@ def _run_script(argv: list[str], environ: Mapping[str, str], stdout: str, stderr
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def _become(argv: list[str], environ: Mapping[str, str], *, stdout: str, stderr: str) -> None:
-    """Gives the forked process its own arguments, environment and output streams."""
+def _redirect(stdout: str, stderr: str) -> None:
+    """Appends the output streams of the forked process to two files."""
     for number, path in ((1, stdout), (2, stderr)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(descriptor, number)
         os.close(descriptor)
+
+
+def _become(argv: list[str], environ: Mapping[str, str]) -> None:
+    """Gives the forked process its own arguments and environment."""
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = argv
