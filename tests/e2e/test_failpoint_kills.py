@@ -250,10 +250,11 @@ def test_sequences_continue_though_the_hot_disk_is_lost_with_the_daemon(tmp_path
         serve_unarmed(to_kill, steps=2)
 
 
-def test_a_clock_that_jumps_by_days_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hits", [(2,), pytest.param((2, 7), marks=pytest.mark.long)], ids=len)
+def test_a_clock_that_jumps_by_days_loses_nothing(tmp_path: Path, hits: tuple[int, ...]) -> None:
     with battery(tmp_path, directory=True, broken=JUMPING_CLOCK) as to_kill:
         names = ("cold.copy", "tier.committed", "reap.delete", "file.linked", "file.write", "delete.unlink")
-        to_kill.run(shuffled([group for name in names for group in each(name, 2, 7)], seed=0))
+        to_kill.run(shuffled([group for name in names for group in each(name, *hits)], seed=0))
         to_kill.settle()
 
 
