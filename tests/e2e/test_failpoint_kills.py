@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from tests.support.waiting import wait_until
 from tierd.failpoints import FAILPOINTS
 
 Group = list[Kill]
+LISTINGS_DELAYED = 6
 
 
 def each(name: str, *hits: int, anew: bool = False) -> list[Group]:
@@ -246,7 +248,15 @@ def test_sequences_continue_though_the_hot_disk_is_lost_with_the_daemon(tmp_path
         serve_unarmed(to_kill, steps=3)
         shutil.rmtree(tmp_path / "hot")
         to_kill.audit.is_hot_lost = True
-        served.script = lambda operation, key: time.sleep(0.5 * (operation == "list_objects_v2")) or ""
+        listings = count()
+
+        def delay_first_listings(operation: str, key: str) -> str:
+            """By then the ranks have sealed; waits for later ones would only take time."""
+            if operation == "list_objects_v2" and next(listings) < LISTINGS_DELAYED:
+                time.sleep(0.5)
+            return ""
+
+        served.script = delay_first_listings
         serve_unarmed(to_kill, steps=2)
 
 
