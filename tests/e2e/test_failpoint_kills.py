@@ -29,6 +29,7 @@ from tierd.failpoints import FAILPOINTS
 
 Group = list[Kill]
 LISTINGS_DELAYED = 6
+CONVERSATION = ("slot.", "snapshot.", "trainer.")
 
 
 def each(name: str, *hits: int, anew: bool = False) -> list[Group]:
@@ -125,12 +126,17 @@ EXAMINING = [Kill("tier.diagnose@1")]
 
 
 def first_and_last(groups: Sequence[Group]) -> list[Group]:
-    """Of the hits of each failpoint two, and every sequence of kills: what the short run does."""
+    """Of the hits of each failpoint two, and every sequence of kills: what the short run does. Of the conversation with
+    the trainers one, because each step repeats it."""
     by_name: dict[object, list[Group]] = {}
     for number, group in enumerate(groups):
         name = number if len(group) > 1 else (group[0].failpoints.partition("@")[0], group[0].anew)
         by_name.setdefault(name, []).append(group)
-    return [group for hits in by_name.values() for group in hits[:1] + hits[1:][-1:]]
+    return [
+        group
+        for hits in by_name.values()
+        for group in hits[:1] + (hits[1:][-1:] if not hits[0][0].failpoints.startswith(CONVERSATION) else [])
+    ]
 
 
 def run_persisting(root: Path, seed: int, groups: Sequence[Group] = PERSISTING) -> int:
