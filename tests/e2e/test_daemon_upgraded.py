@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tierd_client
@@ -23,8 +22,8 @@ NEXT, AFTER_NEXT = wire.PROTOCOL_VERSION + 1, wire.PROTOCOL_VERSION + 2
 SENTENCE = rf"speaks protocol {wire.PROTOCOL_VERSION}, this daemon .* speaks {NEXT} and {AFTER_NEXT}"
 
 
-def of_protocol(root: Path, version: int, **options: Any) -> Daemon:
-    daemon = Daemon(root, **{"cold": "", **options})
+def of_protocol(root: Path, version: int, *, cold: str = "") -> Daemon:
+    daemon = Daemon(root, cold=cold)
     daemon.run_with(partial(run_of_protocol, version=version))
     return daemon
 

@@ -123,8 +123,8 @@ def test_ranks_placed_elsewhere_without_cold_go_on_from_an_older_step_and_say_so
         assert restored(daemons[::-1], 4) == ([(1, "cold")] * 4, digests)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("checkpoints_examined")
+@pytest.mark.long
 def test_nan_on_one_node(tmp_path: Path) -> None:
     """The whole checkpoint is unhealthy: the one before is restored on all nodes, unless it is allowed."""
     with nodes(tmp_path) as daemons:
