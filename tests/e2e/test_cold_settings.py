@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from tests.support.bucket import Bucket, bucket_server
 from tests.support.cli import make_checkpoint
 from tests.support.daemon import Daemon, serving
+from tests.support.processes import run_tierd
 from tests.support.s3 import BUCKET, ENVIRONMENT
 from tests.support.waiting import wait_until
 
@@ -103,9 +106,19 @@ def test_a_reload_that_fails_in_any_way_ends_no_daemon(tmp_path: Path) -> None:
     ("code", "sentence"),
     [
         ("NoSuchBucket", "there is no such bucket (NoSuchBucket)"),
-        ("PermanentRedirect", "the bucket is in another region, eu-west-1 (PermanentRedirect)"),
-        ("InvalidAccessKeyId", "S3 does not know this access key (InvalidAccessKeyId)"),
-        ("SignatureDoesNotMatch", "the secret key does not belong to the access key (SignatureDoesNotMatch)"),
+        pytest.param(
+            "PermanentRedirect",
+            "the bucket is in another region, eu-west-1 (PermanentRedirect)",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "InvalidAccessKeyId", "S3 does not know this access key (InvalidAccessKeyId)", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "SignatureDoesNotMatch",
+            "the secret key does not belong to the access key (SignatureDoesNotMatch)",
+            marks=pytest.mark.long,
+        ),
         ("", "no S3 credentials found (NoCredentialsError)"),
     ],
 )
@@ -132,12 +145,12 @@ ACCESS_KEY = "AKIAIOSFODNN7EXAMPLE"
 SECRET_KEY = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 TOKEN = "FwoGZXIvYXdzEXAMPLETOKEN"
 PAGES = ("/", "/metrics", "/api/v1/status", "/api/v1/checkpoints", "/api/v1/lifecycle")
-AT_DEBUG_LEVEL = """
-import logging
-logging.basicConfig(level=logging.DEBUG)
-from tierd.cli import main
-main()
-"""
+
+
+def run_at_debug_level(arguments: list[str], environ: Mapping[str, str], log: str) -> None:
+    """The `tierd` command. Its log at debug level goes to the same file as the rest of its output."""
+    logging.basicConfig(level=logging.DEBUG, filename=log)
+    run_tierd(arguments, environ, log)
 
 
 def test_no_credential_appears_in_logs_pages_or_files(tmp_path: Path) -> None:
@@ -147,7 +160,9 @@ def test_no_credential_appears_in_logs_pages_or_files(tmp_path: Path) -> None:
     with bucket_server() as served:
         served.access_keys = {ACCESS_KEY}
         served.repeats_credentials = True
-        with serving(tmp_path, more=cold(served), environ=keys, command=("-c", AT_DEBUG_LEVEL)) as daemon:
+        to_start = serving(tmp_path, more=cold(served), environ=keys)
+        to_start.run_with(run_at_debug_level)
+        with to_start as daemon:
             wait_until(lambda: any(key.endswith("manifest.json") for key in served.objects), "for the commit")
             outputs = [stored.content.decode("latin-1") for stored in served.objects.values()]
             for code in ("SignatureDoesNotMatch", "InvalidAccessKeyId", "ExpiredToken", "AccessDenied", "Strange"):

@@ -133,6 +133,7 @@ def test_dead_cold_tier_does_not_delay_the_other_and_catches_up_by_itself(
         wait_until(lambda: "waiting for" not in daemon.tierd("status").stdout, "nothing to wait for")
 
 
+@pytest.mark.long
 def test_run_continues_from_the_other_cold_tier_when_the_node_is_lost(tmp_path: Path, trainer: Trainer) -> None:
     with bucket_server() as good, bucket_server() as dr:
         dr.script = lambda operation, key: "ServiceUnavailable"
@@ -158,7 +159,8 @@ def test_run_continues_from_the_other_cold_tier_when_the_node_is_lost(tmp_path: 
                 second.wait_replicated("dr")
 
 
-@pytest.mark.parametrize("answers", ["late", pytest.param("drip", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("answers", ["late", "drip"])
 def test_slow_cold_tier_does_not_delay_the_other(tmp_path: Path, trainer: Trainer, answers: str) -> None:
     with bucket_server() as good, bucket_server() as slow:
         is_slow = True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,19 +14,25 @@ import torch
 from tierd_client import Client, DaemonUnreachable, Transient
 
 from tests.support.daemon import Daemon, serving
+from tests.support.processes import run_tierd
 from tests.support.waiting import DEADLINE_S, wait_until
 from tierd.format import wire
 
-OF_PROTOCOL = (
-    "import sys; from tierd.format import wire; wire.PROTOCOL_VERSION = {0}; "
-    "wire.PROTOCOLS_SPOKEN = range({0} - 1, {0} + 1); sys.argv[0] = 'tierd'; from tierd.cli import main; main()"
-)
 NEXT, AFTER_NEXT = wire.PROTOCOL_VERSION + 1, wire.PROTOCOL_VERSION + 2
 SENTENCE = rf"speaks protocol {wire.PROTOCOL_VERSION}, this daemon .* speaks {NEXT} and {AFTER_NEXT}"
 
 
-def of_protocol(root: Path, version: int) -> Daemon:
-    return serving(root, command=("-c", OF_PROTOCOL.format(version)))
+def of_protocol(root: Path, version: int, *, cold: str = "") -> Daemon:
+    daemon = Daemon(root, cold=cold)
+    daemon.run_with(partial(run_of_protocol, version=version))
+    return daemon
+
+
+def run_of_protocol(arguments: list[str], environ: Mapping[str, str], log: str, *, version: int) -> None:
+    """The `tierd` command of another protocol."""
+    wire.PROTOCOL_VERSION = version
+    wire.PROTOCOLS_SPOKEN = range(version - 1, version + 1)
+    run_tierd(arguments, environ, log)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from tests.support.trainer import Trainer
 from tests.support.waiting import wait_until
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "grafana" / "tierd-fleet.json").read_text(encoding="utf-8"))
+LOOKS_OFTEN = "cold_look_interval_s = 1.0"  # the daemon notices sooner that its cold tier is gone
 Samples = list[tuple[dict[str, str], float]]
 
 
@@ -50,7 +51,7 @@ class Fleet:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Generator[Fleet]:
     root = tmp_path_factory.mktemp("fleet")
     with ExitStack() as stack:
-        daemons = [stack.enter_context(Daemon(root / name)) for name in ("well", "ill")]
+        daemons = [stack.enter_context(Daemon(root / name, more=LOOKS_OFTEN)) for name in ("well", "ill")]
         observer = stack.enter_context(
             prometheus(root / "prometheus", [daemon.url for daemon in daemons], interval="1s")
         )

@@ -90,6 +90,7 @@ def test_restore_is_refused_when_every_checkpoint_has_nan(daemon: Daemon) -> Non
             trainer.restore()
 
 
+@pytest.mark.long
 def test_snapshots_of_unchanged_weights_are_reported(daemon: Daemon) -> None:
     with Trainer() as trainer:
         trainer.connect(daemon.socket)

@@ -172,7 +172,7 @@ def test_node_lost(tmp_path: Path) -> None:
             assert first.tierd("status", "--check").returncode == 0
 
 
-def test_takeover_killed_trainer_and_hung_daemon_are_named(tmp_path: Path) -> None:
+def test_takeover_killed_trainer_and_hung_daemon_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Daemon(tmp_path) as daemon, Trainer() as old, Trainer() as new:
         old.connect(daemon.socket)
         old.train(2)
@@ -196,6 +196,7 @@ def test_takeover_killed_trainer_and_hung_daemon_are_named(tmp_path: Path) -> No
         assert daemon.metric('tierd_run_state{run="run",state="lost"}') == 1
         assert daemon.tierd("status", "--check").returncode == 1
         pid = daemon.pid
+        monkeypatch.setattr("tierd.cli.daemon_http.TIMEOUT_S", 0.5)
         daemon.signal(signal.SIGSTOP)
         hung, checked = daemon.tierd("status"), daemon.tierd("status", "--check")
         daemon.signal(signal.SIGCONT)

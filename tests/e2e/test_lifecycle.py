@@ -167,6 +167,7 @@ def test_training_continues_while_s3_is_unavailable_and_the_copies_follow(tmp_pa
 # ── a real Prometheus ──
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="prometheus is not installed (apt-get install prometheus)"
 )

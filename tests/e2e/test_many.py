@@ -23,7 +23,7 @@ from tierd.format.manifest import file_entry
 SHARD = b"0123456789"
 NAME = layout.shard_name(Rank(0), 1)
 # A listing has two objects of each checkpoint. Both sizes need the same number of pages.
-SIZES = [pytest.param((400, 40), id="400"), pytest.param((10_000, 1000), id="10000", marks=pytest.mark.long)]
+SIZES = [pytest.param((100, 10), id="100"), pytest.param((10_000, 1000), id="10000", marks=pytest.mark.long)]
 PAGES = 20
 PATIENCE_S = 300.0
 HELD = 'tierd_checkpoints{run="run42",tier="cold"}'

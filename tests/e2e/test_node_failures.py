@@ -15,7 +15,7 @@ from tests.e2e.test_nodes_restore import hold_cold
 from tests.support.bucket import bucket_server
 from tests.support.daemon import Daemon
 from tests.support.handmade_nodes import handmade_nodes
-from tests.support.nodes import connect_on, connected, nodes
+from tests.support.nodes import connect_on, connected, nodes, run_watchful
 from tests.support.s3 import BUCKET, ENVIRONMENT, faulty_proxy
 from tests.support.small_disk import small_disk
 from tests.support.trainer import Trainer, Training, joined, refusals, together
@@ -177,7 +177,9 @@ def test_one_node_is_cut_off_from_the_bucket(tmp_path: Path) -> None:
             proxy = faulty_proxy(upstream, lambda _method, _path, name=name: "503" if name in cut_off else "")
             url = stack.enter_context(proxy)
             cold = f'url = "s3://{BUCKET}/x"\nendpoint_url = "{url}"\nregion = "us-east-1"'
-            daemons.append(stack.enter_context(Daemon(tmp_path / name, cold=cold, environ=ENVIRONMENT)))
+            daemons.append(Daemon(tmp_path / name, cold=cold, environ=ENVIRONMENT))
+            daemons[-1].run_with(run_watchful)
+            stack.enter_context(daemons[-1])
         trainers = stack.enter_context(connected(daemons, 2))
         together(trainers, "restore")
         save(trainers)

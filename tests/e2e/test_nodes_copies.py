@@ -141,6 +141,7 @@ def test_both_of_a_pair(tmp_path: Path) -> None:
         assert_restored([four[0], fifth, four[2], sixth], digests, tier="cold")
 
 
+@pytest.mark.long
 def test_a_whole_domain(tmp_path: Path) -> None:
     """Every partner is in another one, so that the copies are there."""
     names = ["a", "b", "c", "d", "e", "f"]
@@ -172,6 +173,7 @@ def test_a_damaged_part_is_read_from_its_copy(tmp_path: Path) -> None:
         assert_restored([first, second], digests)
 
 
+@pytest.mark.long
 def test_copies_are_deleted_when_no_restart_needs_them(tmp_path: Path) -> None:
     with peers(tmp_path) as (first, second), joined(tmp_path, 4) as trainers:
         connect_on([first, second], trainers)
@@ -182,6 +184,7 @@ def test_copies_are_deleted_when_no_restart_needs_them(tmp_path: Path) -> None:
             wait_until(lambda daemon=daemon: copies(daemon) and min(copies(daemon)) >= 5, "old copies are deleted")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("checkpoints_examined")
 def test_daemons_that_restart_after_the_last_snapshot_hold_up_no_wait_everywhere(tmp_path: Path) -> None:
     with peers(tmp_path) as daemons, joined(tmp_path, 4) as trainers:
@@ -209,6 +212,7 @@ def test_daemon_without_peers_says_that_copies_are_left(tmp_path: Path) -> None:
         daemons[0].wait_log("copies of other nodes' parts are left in")
 
 
+@pytest.mark.long
 def test_node_that_lost_its_disk_is_copied_and_then_its_partner_dies(tmp_path: Path) -> None:
     """A chain of losses: the spare of a lost node is the only one that has the copy of the next lost node."""
     with peers(tmp_path, "a", "b", "c", "d") as (first, second, third, fourth):

@@ -126,6 +126,7 @@ def _weights(training: Training) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.long
 def test_node_without_peers_is_read_by_its_own_ranks_only(tmp_path: Path) -> None:
     """It has another config: then all nodes go on as if none had peers."""
     with peers(tmp_path) as daemons:
@@ -139,6 +140,7 @@ def test_node_without_peers_is_read_by_its_own_ranks_only(tmp_path: Path) -> Non
         assert restored(daemons, 4) == ([(1, "hot")] * 4, digests)
 
 
+@pytest.mark.long
 def test_node_that_cannot_be_reached_sends_all_ranks_to_cold(tmp_path: Path) -> None:
     """Once, and not for each older checkpoint again."""
     with peers(tmp_path) as daemons:

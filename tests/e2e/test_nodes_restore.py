@@ -111,6 +111,7 @@ def test_ranks_placed_elsewhere_read_from_cold(tmp_path: Path) -> None:
         assert restored(daemons[::-1], 4) == ([(1, "cold")] * 4, digests)
 
 
+@pytest.mark.long
 def test_ranks_placed_elsewhere_without_cold_go_on_from_an_older_step_and_say_so(tmp_path: Path) -> None:
     with nodes(tmp_path) as daemons:
         with connected(daemons, 4) as trainers:
@@ -123,6 +124,7 @@ def test_ranks_placed_elsewhere_without_cold_go_on_from_an_older_step_and_say_so
 
 
 @pytest.mark.usefixtures("checkpoints_examined")
+@pytest.mark.long
 def test_nan_on_one_node(tmp_path: Path) -> None:
     """The whole checkpoint is unhealthy: the one before is restored on all nodes, unless it is allowed."""
     with nodes(tmp_path) as daemons:
@@ -172,6 +174,7 @@ def test_all_disks(tmp_path: Path) -> None:
         assert restored(daemons, 4) == ([(1, "cold")] * 4, digests)
 
 
+@pytest.mark.long
 def test_fewer_nodes_without_peers_go_on_from_cold_and_say_what_is_lost(tmp_path: Path) -> None:
     """As an elastic torchrun does: the nodes that are left cannot read the part of the one that is gone."""
     with nodes(tmp_path) as daemons:
@@ -195,6 +198,7 @@ def _share_extra(training: Training) -> None:
     del training.extra["rank"]
 
 
+@pytest.mark.long
 def test_part_that_is_not_whole_does_not_block_an_older_step(tmp_path: Path) -> None:
     with nodes(tmp_path) as daemons:
         hold_cold(daemons[1])
@@ -228,6 +232,7 @@ def test_only_a_part_that_is_not_whole_is_no_reason_to_start_from_scratch(tmp_pa
             assert together(trainers, "restore", resume="scratch", force=True) == [None] * 4
 
 
+@pytest.mark.long
 def test_damaged_part_sends_all_ranks_to_the_next_source(tmp_path: Path) -> None:
     """Found on one rank: all take the copy in cold, and the older step where there is none."""
     with nodes(tmp_path) as daemons:

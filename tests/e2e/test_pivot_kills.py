@@ -210,6 +210,7 @@ def test_a_pivot_that_is_killed_at_some_steps_loses_nothing_and_is_completed(tri
     assert trials.at_each_step(stride=7) >= 4
 
 
+@pytest.mark.long
 def test_a_pivot_that_is_killed_at_requests_to_a_bucket_loses_nothing_and_is_completed(
     bucket: Bucket, trials: Trials
 ) -> None:

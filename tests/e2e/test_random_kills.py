@@ -16,10 +16,8 @@ from tests.support.kills.trainer import SIZE_BYTES, read_notes, take_snapshots
 from tests.support.processes import ForkedProcess
 from tests.support.waiting import wait_until
 
-DELAY_MAX_S = 0.3
 
-
-def kill_at_random(root: Path, seed: int, count: int) -> Audit:
+def kill_at_random(root: Path, seed: int, count: int, *, delay_max_s: float = 0.3) -> Audit:
     """Starts a daemon and a trainer, `count` times kills one or both, and starts again what was killed."""
     chance = random.Random(seed)
     policy = Policy(cold_every=5)
@@ -39,7 +37,7 @@ def kill_at_random(root: Path, seed: int, count: int) -> Audit:
             if chance.random() < 0.5:  # else it may be killed while it starts
                 known = len(read_notes(notes, "acknowledged"))
                 wait_until(lambda known=known: len(read_notes(notes, "acknowledged")) > known, "a snapshot")
-            time.sleep(chance.uniform(0.0, DELAY_MAX_S))
+            time.sleep(chance.uniform(0.0, delay_max_s))
             victim = chance.choice(["trainer", "daemon", "both"])
             if victim != "daemon":
                 trainer.kill()
@@ -92,7 +90,7 @@ def take_in(audit: Audit, notes: Path) -> None:
 
 
 def test_50_kills_of_trainer_daemon_or_both_lose_nothing(tmp_path: Path) -> None:
-    audit = kill_at_random(tmp_path, seed=0, count=50)
+    audit = kill_at_random(tmp_path, seed=0, count=50, delay_max_s=0.1)
     assert len(audit.acknowledged) >= 10
     assert len(audit.generations) >= 10
 

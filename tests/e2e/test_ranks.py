@@ -39,7 +39,7 @@ def kill(trainers: list[Trainer]) -> None:
         trainer.kill()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_ranks_write_each_tensor_once_and_resume_bit_for_bit(daemon: Daemon, world_size: int) -> None:
     with ranks(daemon, world_size) as first:
         assert together(first, "restore") == [None] * world_size

@@ -6,12 +6,14 @@ import random
 import shutil
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.support.bucket import Bucket, bucket_server
 from tests.support.daemon import Daemon
+from tests.support.processes import run_tierd
 from tests.support.s3 import BUCKET, ENVIRONMENT
 from tests.support.waiting import wait_until
 
@@ -23,10 +25,22 @@ def following(root: Path, *, failpoints: str = "", bucket: Bucket | None = None)
     (root / "out").mkdir(parents=True, exist_ok=True)
     section = f'[sidecars]\npath = "../out"\nrun = "run"\nkeep = ["{NAME}"]'
     environ = {"TIERD_FAILPOINTS": failpoints} if failpoints else {}
-    if bucket is None:
-        return Daemon(root / "house", more=section, environ=environ)
-    cold = f'url = "s3://{BUCKET}/deep"\nendpoint_url = "{bucket.url}"'
-    return Daemon(root / "house", cold=cold, more=section, environ=environ | ENVIRONMENT)
+    cold = 'url = "file://cold"'
+    if bucket is not None:
+        cold = f'url = "s3://{BUCKET}/deep"\nendpoint_url = "{bucket.url}"'
+        environ |= ENVIRONMENT
+    daemon = Daemon(root / "house", cold=cold, more=section, environ=environ)
+    daemon.run_with(run_watchful)
+    return daemon
+
+
+def run_watchful(arguments: list[str], environ: Mapping[str, str], log: str) -> None:
+    """The `tierd` command, which looks several times a second at the files of the training."""
+    from tierd.workers import sidecar_follower
+
+    sidecar_follower.POLL_S = sidecar_follower.SidecarFollower.interval_s = 0.1
+    sidecar_follower.COPY_S, sidecar_follower.REWRITTEN_S = 0.2, 0.5
+    run_tierd(arguments, environ, log)
 
 
 def in_tier(daemon: Daemon, tier: str) -> int:

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.daemon import Daemon
 from tests.support.soak import (
+    LIFE_SNAPSHOTS,
     SLACK,
-    WARM_UP_SNAPSHOTS,
     Footprint,
     open_files,
     settled,
@@ -23,14 +23,19 @@ PLAIN = "[health]\nexamine = false"  # the shards are plain bytes
 
 
 @pytest.mark.parametrize(
-    ("warm_up", "snapshots"),
-    [(WARM_UP_SNAPSHOTS, 200), pytest.param(1_000, 10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])],
+    ("warm_up", "snapshots", "life"),
+    [
+        (40, 80, 10),
+        pytest.param(1_000, 10_000, LIFE_SNAPSHOTS, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
+    ],
 )
-def test_footprint_of_the_daemon_is_flat_over_many_snapshots(tmp_path: Path, warm_up: int, snapshots: int) -> None:
+def test_footprint_of_the_daemon_is_flat_over_many_snapshots(
+    tmp_path: Path, warm_up: int, snapshots: int, life: int
+) -> None:
     with Daemon(tmp_path, more=PLAIN) as daemon:
-        take_snapshots(daemon, warm_up, first_step=1)
+        take_snapshots(daemon, warm_up, first_step=1, life=life)
         first = settled(daemon)
-        take_snapshots(daemon, snapshots - warm_up, first_step=1 + warm_up)
+        take_snapshots(daemon, snapshots - warm_up, first_step=1 + warm_up, life=life)
         assert settled_growth(daemon, first) == {}, f"first {first}; open now: {open_files(daemon)}"
         assert first.slots == 2
         assert first.tasks > 5

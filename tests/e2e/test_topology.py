@@ -61,7 +61,8 @@ def tensors_of(folder: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("topology", "world_size"), [("ddp", 2), pytest.param("fsdp", 4, marks=pytest.mark.long), ("fsdp+tp", 4)]
+    ("topology", "world_size"),
+    [("ddp", 2), *(pytest.param(name, 4, marks=pytest.mark.long) for name in ("fsdp", "fsdp+tp"))],
 )
 def test_killed_training_resumes_with_bit_identical_losses(daemon: Daemon, topology: str, world_size: int) -> None:
     with arranged(daemon, topology, world_size) as first:
@@ -111,7 +112,14 @@ CHOSEN = {
 ALL = [("plain", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 2), ("fsdp+tp", 4)]
 
 
-@pytest.mark.parametrize("topology", CHOSEN, ids=lambda topology: f"{topology[0]}-{topology[1]}")
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param(topology, marks=[pytest.mark.long] * (topology not in (("ddp", 2), ("fsdp+tp", 4))))
+        for topology in CHOSEN
+    ],
+    ids=lambda topology: f"{topology[0]}-{topology[1]}",
+)
 def test_a_topology_is_restored_on_others(daemon: Daemon, topology: tuple[str, int]) -> None:
     saved = save(daemon, *topology)
     for other, world_size, tier in CHOSEN[topology]:
@@ -135,6 +143,7 @@ def test_bfloat16_is_restored_bit_for_bit_on_fewer_ranks(daemon: Daemon) -> None
         assert one_of(every(trainers, gathered)) == state
 
 
+@pytest.mark.long
 def test_each_part_of_a_tensor_is_written_by_one_of_the_ranks_that_hold_it(daemon: Daemon) -> None:
     save(daemon, "hsdp", 4)
     counts = tensors_of(daemon.folder(3))

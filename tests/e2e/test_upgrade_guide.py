@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tierd_client
 
-from tests.e2e.test_daemon_upgraded import NEXT, OF_PROTOCOL
+from tests.e2e.test_daemon_upgraded import NEXT, of_protocol
 from tests.support.cli import make_house
 from tests.support.daemon import Daemon, serving
 from tests.support.guide import Section
@@ -35,7 +35,7 @@ def test_upgrade_under_a_trainer_and_back(tmp_path: Path) -> None:
             assert f"protocol {wire.PROTOCOL_VERSION}" in section.run_next("tierd version")
             section.run_next("tierd doctor", expected=WARNINGS)
             assert former.stop() == 0
-        with Daemon(tmp_path, command=("-c", OF_PROTOCOL.format(NEXT))) as later:
+        with of_protocol(tmp_path, NEXT, cold='url = "file://cold"') as later:
             section.replaces("systemctl restart tierd")
             later.wait_attached()
             section.run_next("tierd status")

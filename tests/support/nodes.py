@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,24 @@ from typing import Any
 import tierd_client
 
 from tests.support.daemon import Daemon
+from tests.support.processes import run_tierd
 from tests.support.trainer import Trainer, Training, errors_of, joined
 
 
 def node(root: Path, name: str, *, cold: Path | None, **options: Any) -> Daemon:
     """A daemon that is not started yet. `cold`: the directory of its cold tier."""
-    return Daemon(root / name, cold=f'url = "file://{cold}"' if cold is not None else "", **options)
+    daemon = Daemon(root / name, cold=f'url = "file://{cold}"' if cold is not None else "", **options)
+    daemon.run_with(run_watchful)
+    return daemon
+
+
+def run_watchful(arguments: list[str], environ: Mapping[str, str], log: str) -> None:
+    """The `tierd` command, which looks several times a second for what the other nodes have sent to a cold tier."""
+    from tierd.workers import committer
+
+    committer.HOME_S = committer.LOOK_MAX_S = 0.2
+    committer.Committer.interval_s = 0.1
+    run_tierd(arguments, environ, log)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import gc
 import boto3.crt
 import boto3.session
 import botocore.httpsession
+import botocore.session
 import pytest  # by the modules of tests, whose functions trainers run
 import safetensors.torch
 import torch._dynamo  # by the first optimizer
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 import tierd.cli.app
 import tierd.daemon
+import tierd.s3.client
 import tierd.s3.store
 import tierd.tiers.directory
 from tests.support import trainer
@@ -23,6 +25,11 @@ __all__ = ["boto3", "botocore", "pytest", "safetensors", "tierd", "torch", "trai
 
 # Some modules are imported by the first command only.
 assert CliRunner().invoke(tierd.cli.app.make_app(), ["version"]).exit_code == 0
+
+# The first client of a process reads the models of S3, which takes 0.1 s.
+session = botocore.session.Session()
+session.register_component("data_loader", tierd.s3.client._MODELS)
+session.create_client("s3", region_name="us-east-1", aws_access_key_id="none", aws_secret_access_key="none").close()
 
 # A collection in a child would touch, and so copy, every page that holds an object.
 gc.collect()

@@ -96,17 +96,17 @@ def settled(daemon: Daemon) -> Footprint:
     return former
 
 
-def take_snapshots(daemon: Daemon, count: int, *, first_step: int) -> None:
-    """Messages of trainers that are killed after LIFE_SNAPSHOTS; each start restores from a tier."""
-    for begin in range(first_step, first_step + count, LIFE_SNAPSHOTS):
+def take_snapshots(daemon: Daemon, count: int, *, first_step: int, life: int = LIFE_SNAPSHOTS) -> None:
+    """Messages of trainers that are killed after `life` snapshots; each start restores from a tier."""
+    for begin in range(first_step, first_step + count, life):
         with Peer(daemon.socket) as peer:
             peer.greet("run")
             if begin > 1:
-                peer.find(tier=TIERS[begin // LIFE_SNAPSHOTS % len(TIERS)])
+                peer.find(tier=TIERS[begin // life % len(TIERS)])
                 peer.take_files()
             peer.attach(0)
             peer.attach(1)
-            for step in range(begin, min(begin + LIFE_SNAPSHOTS, first_step + count)):
+            for step in range(begin, min(begin + life, first_step + count)):
                 peer.seal(step % 2, step, b"state of step %d" % step)
                 peer.hear(wire.Persisted)
             peer.hear(wire.Replicated)
