@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-EPOCHS, BATCHES = 6, 10
+EPOCHS, BATCHES = 4, 10
 STEPS = EPOCHS * BATCHES
 
 
@@ -153,24 +153,24 @@ def test_lightning_training_killed_in_an_epoch_resumes_identically(kind: str, da
     fit(kind, tmp_path / "undisturbed", None)
 
     with Trainer() as killed:
-        killed.begin("apply", fit_in_process, kind, tmp_path / "killed", daemon.socket, 1, {"killed_at": 34})
+        killed.begin("apply", fit_in_process, kind, tmp_path / "killed", daemon.socket, 1, {"killed_at": 26})
         assert exit_code(killed) == -signal.SIGKILL
-    assert facts_of(tmp_path / "killed")[-1]["step"] == 33
+    assert facts_of(tmp_path / "killed")[-1]["step"] == 25
     # Step 20 was the last of an epoch and was validated.
     assert daemon.json("show", kind, "20")["manifest"]["metrics"].keys() == {"loss"}
 
     with Trainer() as stopped:
-        stopped.begin("apply", fit_in_process, kind, tmp_path / "stopped", daemon.socket, 2, {"stopped_at": 57})
+        stopped.begin("apply", fit_in_process, kind, tmp_path / "stopped", daemon.socket, 2, {"stopped_at": 37})
         assert exit_code(stopped) == 0
-    assert facts_of(tmp_path / "stopped")[0]["step"] == 33
-    assert facts_of(tmp_path / "stopped")[-1]["step"] == 57
+    assert facts_of(tmp_path / "stopped")[0]["step"] == 25
+    assert facts_of(tmp_path / "stopped")[-1]["step"] == 37
 
     with Trainer() as last:
-        assert last.apply(fit_in_process, kind, tmp_path / "last", daemon.socket, 3, {}) == 57
+        assert last.apply(fit_in_process, kind, tmp_path / "last", daemon.socket, 3, {}) == 37
 
     resumed = facts_of(tmp_path / "stopped") + facts_of(tmp_path / "last")
-    assert len({fact["step"] for fact in resumed if "loss" in fact}) == STEPS - 32
-    assert resumed == facts_of(tmp_path / "undisturbed", since=32)
+    assert len({fact["step"] for fact in resumed if "loss" in fact}) == STEPS - 24
+    assert resumed == facts_of(tmp_path / "undisturbed", since=24)
     wait_until(lambda: any((daemon.hot / kind).glob(f"{STEPS:012d}-g*/manifest.json")), "the snapshot at the end")
 
 
