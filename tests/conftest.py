@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import re
 import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -31,12 +33,30 @@ with suppress(ImportError):  # `make gpu` installs no hypothesis
     settings.load_profile("tests")
 
 
+MEMORY_FOLDER = "/dev/shm"
+FILES_BYTES_MAX = 2 << 30
+"""Of all workers at a time, with those of failed tests."""
+
+
+def has_memory_for_files() -> bool:
+    """Whether the folders of tests can be in memory, where a sync costs nothing: on a disk, tests wait for it most of
+    the time. What a sync is for is shown by tests/simulation, which records each, and by a real ext4."""
+    try:
+        folder = os.statvfs(MEMORY_FOLDER)
+        memory_kb = int(re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="utf-8"))[0])
+    except (OSError, IndexError):
+        return False
+    return folder.f_bavail * folder.f_frsize >= FILES_BYTES_MAX and memory_kb << 10 >= 3 * FILES_BYTES_MAX
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Neither the tests nor the processes that they start use the cache and the S3 credentials of the user.
 
     A hook and not a fixture, because support modules keep a copy of the environment when they are imported.
     """
-    cache = tempfile.TemporaryDirectory(prefix="tierd-cache-")
+    if config.option.markexpr == "not long" and has_memory_for_files():  # long tests may write any amount
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY_FOLDER)
+    cache = tempfile.TemporaryDirectory(prefix="tierd-cache-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
     config.add_cleanup(cache.cleanup)
     # The suite starts hundreds of Pythons, and each worker imports all of it: none may compile the source again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -78,6 +98,13 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+@pytest.fixture
+def disk_path() -> Iterator[Path]:
+    """As `tmp_path`, and never in memory: for what tells one from the other."""
+    with tempfile.TemporaryDirectory(prefix="tierd-disk-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
 import stat
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import pytest
 
 from tests.support.cli import make_checkpoint
 from tests.support.daemon import Daemon, serving
+from tests.support.processes import run_tierd
 from tests.support.slots import make_sealed
 from tests.support.waiting import wait_until
 from tests.support.wire_peer import Peer
@@ -486,12 +489,15 @@ def test_a_run_that_did_not_end_in_good_order_keeps_its_memory_for_the_restart(
             peer.take_files()
 
 
+def run_with_few_descriptors(arguments: list[str], environ: Mapping[str, str], log: str) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    run_tierd(arguments, environ, log)
+
+
 def test_without_free_descriptors_only_new_connections_wait(tmp_path: Path) -> None:
-    code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); sys.argv[0] = 'tierd'; "
-        "from tierd.cli import main; main()"
-    )
-    with serving(tmp_path, command=("-c", code)) as daemon:
+    daemon = serving(tmp_path)
+    daemon.run_with(run_with_few_descriptors)
+    with daemon:
         connections = []
         for _ in range(100):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

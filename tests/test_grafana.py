@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tierd.metrics import Metrics
 ROOT = Path(__file__).parents[1]
 GRAFANA = ROOT / "grafana"
 PROMTOOL = shutil.which("promtool")
+SHORT_ALERTS_MIN = 15
+"""How many of the alerts fire in scenarios that `make test` plays, too."""
 SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
 
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
@@ -35,15 +38,20 @@ def panels(*names: str) -> list[dict[str, Any]]:
     return [one for name in names or ("tierd",) for one in dashboard(name)["panels"] if one["type"] != "row"]
 
 
+@functools.cache
+def read_yaml(name: str) -> dict[str, Any]:
+    return yaml.safe_load((GRAFANA / name).read_text(encoding="utf-8"))
+
+
 def rules() -> list[dict[str, Any]]:
-    groups = yaml.safe_load((GRAFANA / "alerts.yml").read_text(encoding="utf-8"))["groups"]
-    return [rule for group in groups for rule in group["rules"]]
+    return [rule for group in read_yaml("alerts.yml")["groups"] for rule in group["rules"]]
 
 
 def scenarios() -> list[dict[str, Any]]:
-    return yaml.safe_load((GRAFANA / "alerts_test.yml").read_text(encoding="utf-8"))["tests"]
+    return read_yaml("alerts_test.yml")["tests"]
 
 
+@functools.cache
 def series_names() -> set[str]:
     """Every series name that a query can select, with or without samples."""
     names = {"up"}
@@ -52,6 +60,7 @@ def series_names() -> set[str]:
     return names
 
 
+@functools.cache
 def names_in(query: str) -> set[str]:
     without_labels = re.sub(r"\{[^}]*\}|\"[^\"]*\"|\b(?:by|on|ignoring)\s*\([^)]*\)", "", query)
     return set(re.findall(r"\b(?:tierd|process|up)(?:_\w+)?\b", without_labels))
@@ -194,5 +203,33 @@ def test_promtool_accepts_the_rules_and_the_example_configuration() -> None:
 
 
 @needs_promtool
+def test_promtool_confirms_when_alerts_fire_and_when_not_in_short_scenarios(tmp_path: Path) -> None:
+    """promtool evaluates all rules for each minute of a scenario."""
+    short = [scenario for scenario in scenarios() if minutes(scenario) <= 40]
+    fired = {label for scenario in short for label in alerts_of(scenario)}
+    assert len(fired) >= SHORT_ALERTS_MIN
+    file = tmp_path / "short_test.yml"
+    file.write_text(
+        json.dumps({**read_yaml("alerts_test.yml"), "rule_files": [str(GRAFANA / "alerts.yml")], "tests": short})
+    )
+    promtool("test", "rules", str(file))
+
+
+@pytest.mark.long
+@needs_promtool
 def test_promtool_confirms_when_every_alert_fires_and_when_not() -> None:
     promtool("test", "rules", "alerts_test.yml")
+
+
+def minutes(scenario: Mapping[str, Any]) -> int:
+    """How long it lasts."""
+    return max(
+        sum(int(count) * {"h": 60, "m": 1}[unit] for count, unit in re.findall(r"(\d+)([hm])", check["eval_time"]))
+        for check in scenario["promql_expr_test"]
+    )
+
+
+def alerts_of(scenario: Mapping[str, Any]) -> set[str]:
+    """The alerts that fire in it."""
+    labels = [one["labels"] for check in scenario["promql_expr_test"] for one in check["exp_samples"]]
+    return {name for each in labels for name in re.findall(r'alertname="(\w+)"', each)}

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+import tierd.daemon
+import tierd.loop_watchdog
 from tests.support.daemon import Daemon, serving
+from tests.support.processes import run_tierd
 from tests.support.waiting import wait_until
 from tierd.loop_watchdog import INTERVAL_S, LoopWatchdog
 from tierd.metrics import Metrics
 from tierd.status.incidents import Incidents
 from tierd.systemd import Systemd
 
-WATCHDOG_S = 1.0
+WATCHDOG_S = 0.5
+RELEASE = "RELEASE_FOR_TESTS"
 STALLS = 'tierd_failures_total{kind="transient",stage="loop"}'
-# SIGHUP blocks the event loop until a file exists.
-BLOCKED_BY_SIGHUP = """
-import os, sys, time
-import tierd.daemon, tierd.loop_watchdog
-from tierd.cli import main
 
-async def block_the_loop(daemon):
-    while not os.path.exists({release!r}):
-        time.sleep(0.02)
 
-tierd.daemon._Daemon._reload = block_the_loop
-tierd.loop_watchdog.STUCK_S = 1.0
-sys.argv[0] = "tierd"
-main()
-"""
+def run_blockable(arguments: list[str], environ: Mapping[str, str], log: str) -> None:
+    """`tierd serve`, whose event loop SIGHUP blocks until a file exists."""
+    release = environ[RELEASE]
+
+    async def block_the_loop(daemon: object) -> None:
+        while not os.path.exists(release):  # noqa: ASYNC240
+            time.sleep(0.02)  # noqa: ASYNC251
+
+    tierd.daemon._Daemon._reload = block_the_loop  # type: ignore[method-assign]
+    tierd.loop_watchdog.STUCK_S = 1.0
+    run_tierd(arguments, environ, log)
 
 
 @pytest.fixture
@@ -47,9 +51,10 @@ def systemd(tmp_path: Path) -> socket.socket:
 
 def blockable(tmp_path: Path) -> Daemon:
     """A daemon whose loop a SIGHUP blocks until the file `release` exists."""
-    code = BLOCKED_BY_SIGHUP.format(release=str(tmp_path / "release"))
     environ = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6))}
-    return serving(tmp_path, command=("-c", code), environ=environ)
+    daemon = serving(tmp_path, environ={**environ, RELEASE: str(tmp_path / "release")})
+    daemon.run_with(run_blockable)
+    return daemon
 
 
 def received(systemd: socket.socket) -> list[bytes]:
@@ -89,7 +94,7 @@ def test_a_stopped_process_is_no_blocked_loop(tmp_path: Path) -> None:
     """SIGSTOP and a suspended machine stop the thread that watches, too."""
     with blockable(tmp_path) as daemon:
         daemon.signal(signal.SIGSTOP)
-        time.sleep(2.0)
+        time.sleep(1.5)
         daemon.signal(signal.SIGCONT)
         assert daemon.metric(STALLS) == 0
         assert daemon.metric("tierd_event_loop_lag_seconds_sum") > 1.0

@@ -212,6 +212,7 @@ def build(config_file: Path, to: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 @needs_mkdocs
 def test_the_strict_build_passes_and_its_pages_load_nothing_from_other_hosts(tmp_path: Path) -> None:
     built = build(ROOT / "mkdocs.yml", tmp_path / "site")

@@ -194,7 +194,7 @@ async def test_node_that_reads_a_little_now_and_then_is_dropped(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is never silent for long, and holds one of the connections."""
-    monkeypatch.setattr("tierd.api.peer_parts.ANSWER_TIMEOUT_S", 3.0)
+    monkeypatch.setattr("tierd.api.peer_parts.ANSWER_TIMEOUT_S", 1.0)
     monkeypatch.setattr("tierd.api.peer_parts.RATE_MIN_BYTES_S", 1 << 30)
     assert await read_slowly(served, first_s=0.0, between_s=0.02) < 64 << 20
 

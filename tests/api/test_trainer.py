@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 
 import msgspec
 import pytest
@@ -17,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.daemon import Daemon, serving
+from tests.support.processes import ForkedProcess, context
 from tests.support.slots import PAGE_BYTES, make_memfd, make_sealed
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.wire_peer import Peer
 from tierd.api.session import OUTBOX_MAX
 from tierd.format import wire
@@ -200,39 +203,37 @@ def test_a_slot_that_could_not_be_page_locked_is_counted_and_logged(daemon: Daem
 # ── adopting slots ──
 
 
-def trainer_process(daemon: Daemon, run: str, *, leaves_a_child: bool) -> subprocess.Popen[str]:
-    """A trainer process with slot 0 retained and slot 1 free, and perhaps with a forked child."""
-    code = f"""
-import os, sys, time
-sys.path[:0] = {sys.path!r}
-from pathlib import Path
-from tierd.format import wire
-from tests.support.wire_peer import Peer
-peer = Peer(Path({str(daemon.socket)!r}))
-peer.greet({run!r})
-peer.attach(0)
-peer.attach(1)
-peer.seal(0, 10, b"ten")
-peer.hear(wire.Persisted)
-child = os.fork() if {leaves_a_child} else os.getpid()
-if child == 0:
+def hold_slots(socket_path: str, run: str, leaves_a_child: bool, pipe: Connection) -> None:
+    """Runs in a process: a trainer with slot 0 retained and slot 1 free, and perhaps with a forked child."""
+    peer = Peer(socket_path)
+    peer.greet(run)
+    peer.attach(0)
+    peer.attach(1)
+    peer.seal(0, 10, b"ten")
+    peer.hear(wire.Persisted)
+    child = os.fork() if leaves_a_child else os.getpid()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    pipe.send(child)
     time.sleep(60)
-    os._exit(0)
-print(child, flush=True)
-time.sleep(60)
-"""
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
 @contextlib.contextmanager
-def trainer(daemon: Daemon, run: str, *, leaves_a_child: bool = False) -> Iterator[subprocess.Popen[str]]:
-    with trainer_process(daemon, run, leaves_a_child=leaves_a_child) as process:
-        assert process.stdout is not None
-        child = int(process.stdout.readline())
+def trainer(daemon: Daemon, run: str, *, leaves_a_child: bool = False) -> Iterator[ForkedProcess]:
+    here, there = context.Pipe()
+    process = ForkedProcess(hold_slots, daemon.socket, run, leaves_a_child, there)
+    there.close()
+    assert here.poll(DEADLINE_S)
+    child = here.recv()
+    try:
         yield process
-        for pid in {child, process.pid}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    finally:
+        here.close()
+        process.kill()
+        process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("leaves_a_child", [False, True])
@@ -342,7 +343,7 @@ def with_one_byte_changed(message: bytes) -> st.SearchStrategy[bytes]:
 
 
 def test_random_messages_do_not_harm_the_daemon(daemon: Daemon) -> None:
-    @settings(max_examples=300, deadline=None, database=None)
+    @settings(max_examples=150, deadline=None, database=None)
     @given(
         greets=st.booleans(),
         raw=st.binary(max_size=300) | st.sampled_from(MESSAGES).flatmap(with_one_byte_changed),

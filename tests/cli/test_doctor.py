@@ -28,8 +28,8 @@ def problems(found: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
     return {(one["about"], one["check"], one["verdict"]) for one in found if one["verdict"] not in ("ok", "note")}
 
 
-def test_doctor_before_the_first_start_reports_what_is_missing(tmp_path: Path) -> None:
-    house = make_house(tmp_path)
+def test_doctor_before_the_first_start_reports_what_is_missing(disk_path: Path) -> None:
+    house = make_house(disk_path)
     code, found = run_doctor(house)
     assert problems(found) == {("cold", "disk", "warning"), ("daemon", "daemon", "problem")}
     assert code == 13

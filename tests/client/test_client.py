@@ -458,14 +458,16 @@ def test_sigterm_is_handled_inside_with_and_the_former_handler_restored_afterwar
 # ── leaks ──
 
 
-def test_hundred_snapshots_and_restores_leak_no_descriptors_and_no_memory(lab: Lab) -> None:
+@pytest.mark.parametrize("snapshots", [15, pytest.param(50, marks=pytest.mark.long)])
+def test_hundred_snapshots_and_restores_leak_no_descriptors_and_no_memory(lab: Lab, snapshots: int) -> None:
+    """Twice that many."""
     daemon = lab.daemon
 
     def count() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
     def work(begin: int) -> None:
-        for step in range(begin, begin + 50):
+        for step in range(begin, begin + snapshots):
             lab.durable(step)
         for tier in ("memory", "hot", "auto"):
             lab.restore(tier=tier)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierd.format import boxes
 from tierd.format.boxes import VISITS_MAX, Box, common_runs, cover_problem, spanned_shape
 
 
@@ -75,8 +77,10 @@ def test_a_grid_of_thousands_of_parts_takes_about_its_length_for_each_dimension(
     assert time.process_time() - began_s < 0.1 * quadratic / 1e6
 
 
-def test_parts_that_are_forged_to_take_long_are_refused() -> None:
-    count = VISITS_MAX // 1000
+@pytest.mark.parametrize("visits_max", [VISITS_MAX // 25, pytest.param(VISITS_MAX, marks=pytest.mark.long)])
+def test_parts_that_are_forged_to_take_long_are_refused(monkeypatch: pytest.MonkeyPatch, visits_max: int) -> None:
+    monkeypatch.setattr(boxes, "VISITS_MAX", visits_max)
+    count = 2 * math.isqrt(visits_max)
     # Each row ends elsewhere, so that almost all rows are there at each of the many edges.
     rows = [((0, row), (row + 1, 1)) for row in range(count)]
     rest = [((row + 1, row), (count - row - 1, 1)) for row in range(count - 1)]

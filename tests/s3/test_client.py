@@ -52,7 +52,7 @@ async def put(store: S3Store) -> None:
 @pytest.mark.parametrize("served", ["https"], indirect=True)  # it waits for seconds
 async def test_answer_that_arrives_too_slowly_is_aborted_at_its_deadline(served: Bucket) -> None:
     """A byte now and then keeps every timeout of the socket from expiring."""
-    patient, store = store_at(served), store_at(served, request_timeout_s=0.5)
+    patient, store = store_at(served), store_at(served, request_timeout_s=0.25)
     await patient.put_bytes("run/x", content(4096))
     served.script = lambda operation, key: "drip"
     for attempt in (
@@ -70,7 +70,7 @@ async def test_answer_that_arrives_too_slowly_is_aborted_at_its_deadline(served:
 
 @pytest.mark.parametrize("served", ["https"], indirect=True)  # it waits for seconds
 async def test_request_after_an_aborted_one_has_its_own_connection(served: Bucket) -> None:
-    patient, store = store_at(served), store_at(served, request_timeout_s=2)
+    patient, store = store_at(served), store_at(served, request_timeout_s=1)
     await patient.put_bytes("run/x", content(4096))
     served.script = lambda operation, key: "drip" if served.count("get_object") == 0 else ""
     assert await store.get_bytes("run/x", size_max=4096) == content(4096)

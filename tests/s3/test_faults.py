@@ -187,11 +187,11 @@ async def committed(rooms: Rooms, step: int) -> Manifest:
 
 
 async def test_faults_lose_nothing(tmp_path: Path) -> None:
-    await battle(tmp_path, 1, 250)
+    await battle(tmp_path, 1, 100)
 
 
 async def test_server_that_checks_nothing_loses_nothing(tmp_path: Path) -> None:
-    await battle(tmp_path, 3, 150, keeps_checksums=False, honours_conditions=False)
+    await battle(tmp_path, 3, 60, keeps_checksums=False, honours_conditions=False)
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ from tests.support.waiting import DEADLINE_S
 
 
 class Forks:
-    """Runs `main(options)` of a script in this folder, in one process or in several ranks."""
+    """Runs `main(options)` of a module, in one process or in several ranks. A name without a dot is in this folder."""
 
     def __init__(self, script: str, root: Path) -> None:
         self.root = root
@@ -112,7 +112,7 @@ _kept: list[object] = []
 
 def _serve(script: str, pipe: Connection) -> None:
     """Forks the ranks of each run and sends their exit codes when all have ended."""
-    main = importlib.import_module(f"tests.support.{script}").main
+    main = importlib.import_module(script if "." in script else f"tests.support.{script}").main
     while True:
         try:
             members = pipe.recv()

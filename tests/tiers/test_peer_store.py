@@ -160,9 +160,10 @@ async def test_node_that_sends_a_byte_now_and_then_is_unreachable(monkeypatch: p
         await answer.prepare(request)
         for byte in CONTENT:
             await answer.write(bytes([byte]))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
         return answer
 
+    monkeypatch.setattr(peer_store, "READ_TIMEOUT_S", 0.2)
     async with reading(trickle) as store:
         with pytest.raises(PeerUnreachable):
             await read(store, 0, len(CONTENT))

@@ -609,8 +609,8 @@ async def test_cost_of_a_listing_is_linear_in_its_length(hot: Tier, tmp_path: Pa
     """Ten times the checkpoints take about ten times the processor time."""
     root = tmp_path / "hot"
     seconds: dict[int, float] = {}
-    for count in (1_000, 10_000):
-        for step in range(len(seconds) * 1_000, count):
+    for count in (300, 3_000):
+        for step in range(len(seconds) * 300, count):
             folder = root / "run" / checkpoint_id("run", step, 1).name
             folder.mkdir(parents=True)
             (folder / "manifest.json").touch()
@@ -622,7 +622,7 @@ async def test_cost_of_a_listing_is_linear_in_its_length(hot: Tier, tmp_path: Pa
             tries.append(time.process_time() - begin)
             assert len(found.committed) == count
         seconds[count] = min(tries)
-    assert seconds[10_000] < 30 * seconds[1_000]
+    assert seconds[3_000] < 30 * seconds[300]
 
 
 def path(tier: Tier, name: str) -> Path:

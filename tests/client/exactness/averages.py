@@ -51,6 +51,6 @@ ROWS = [
 
 
 def build(row: Row, seed: int, rank: int) -> Objects:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     return Objects(model=model, ema=row.make(model))

@@ -134,7 +134,7 @@ ROWS = [
 
 def build(row: Row, seed: int, rank: int) -> Objects:
     """The optimizer of the checkpoint has taken two steps, the other none."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = row.make(model.parameters())
     made: Sequence[Any] = optimizer if isinstance(optimizer, list) else [optimizer]

@@ -134,7 +134,7 @@ def statistics(rank: int) -> nn.Module:
 
 
 def build(row: Row, seed: int, rank: int) -> Objects:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     parts = row.make(rank)
     model = parts.pop("model", None) or nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=parts.pop("lr", 0.1)) if list(model.parameters()) else None

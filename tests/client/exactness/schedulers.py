@@ -62,7 +62,7 @@ ROWS = [
 
 def build(row: Row, seed: int, rank: int) -> Objects:
     """The scheduler of the checkpoint has taken three steps, the other none."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = nn.Linear(2, 2)
     optimizer = optim.SGD(model.parameters(), lr=0.4, momentum=0.9)
     scheduler = row.make(optimizer)

@@ -47,7 +47,7 @@ ROWS = [
 
 
 def build(row: Row, seed: int, rank: int) -> Objects:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     value = row.make()
     if seed and isinstance(value, Stateful):
         value.value = "another"

@@ -431,7 +431,7 @@ ROWS = [
 
 
 def build(row: Row, seed: int, rank: int) -> Objects:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = torch.nn.Linear(2, 2)
     fresh = row.fresh or (lambda: "another")
     hooks = {"encode": encode_point, "decode": decode_point} if row.name.startswith("own class") else {}

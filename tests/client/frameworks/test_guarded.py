@@ -17,7 +17,16 @@ ROWS, EPOCHS = 16, 2
 BACK = {"action": "rollback"}
 
 
-@pytest.fixture(scope="module", params=["guarded_lightning", "guarded_hf"])
+FRAMEWORKS = ("guarded_lightning", "guarded_hf")
+
+
+def soon(kept: str) -> pytest.MarkDecorator:
+    """With one framework in `make test`, and with the other one in `make test-long`."""
+    values = [pytest.param(name, marks=() if name == kept else pytest.mark.long) for name in FRAMEWORKS]
+    return pytest.mark.parametrize("forks", values, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", params=FRAMEWORKS)
 def forks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     with Forks(request.param, tmp_path_factory.mktemp("forks")) as forks:
         yield forks
@@ -55,7 +64,7 @@ def state_of(daemon: Daemon) -> tuple[str, str]:
     [
         ("ValueError", "failed", "ValueError: as the test wants it"),
         ("KeyboardInterrupt", "halted", "interrupted at once"),
-        ("SystemExit", "failed", "SystemExit: as the test wants it"),
+        pytest.param("SystemExit", "failed", "SystemExit: as the test wants it", marks=pytest.mark.long),
     ],
 )
 def test_a_training_that_raises_is_not_recorded_as_finished(case: Case, error: str, state: str, reason: str) -> None:
@@ -84,7 +93,9 @@ def test_nan_goes_back_and_the_run_ends_finite(case: Case) -> None:
         assert all(math.isfinite(line[name]) for name in ("mean", "by_hand", "validated", "value") if name in line)
 
 
-@pytest.mark.parametrize("bad", [0, 2, 3, ROWS - 1])
+@pytest.mark.parametrize(
+    "bad", [0, pytest.param(2, marks=pytest.mark.long), 3, pytest.param(ROWS - 1, marks=pytest.mark.long)]
+)
 def test_nan_at_the_edges(case: Case, bad: int) -> None:
     """At the first step, at the step of a snapshot and after it, and at the last one, with a fixed number of steps."""
     done = case.run(bad=[bad], guard=BACK, epochs=1)
@@ -99,6 +110,7 @@ def test_nan_at_the_edges(case: Case, bad: int) -> None:
     assert done.result["end"] == 15
 
 
+@soon("guarded_hf")
 def test_a_bad_step_that_is_the_last_one_is_made_up_for(case: Case) -> None:
     """With max_steps there are batches left: training goes on to that number."""
     done = case.run(bad=[9], guard=BACK, max_steps=10)
@@ -107,6 +119,7 @@ def test_a_bad_step_that_is_the_last_one_is_made_up_for(case: Case) -> None:
     assert done.result["end"] == 10
 
 
+@soon("guarded_lightning")
 def test_halt_is_the_default(case: Case) -> None:
     done = case.run(bad=[7], guard={})
     assert done.codes == [17]
@@ -116,6 +129,7 @@ def test_halt_is_the_default(case: Case) -> None:
     assert again.result["is_finite"]
 
 
+@soon("guarded_hf")
 def test_rollbacks_are_bounded(case: Case) -> None:
     done = case.run(bad=[7, 8, 9], guard=BACK)
     assert done.codes == [17]
@@ -132,6 +146,7 @@ def test_nan_while_gradients_are_accumulated(case: Case) -> None:
     assert case.rows()[5, 1]["milestone"] == "bad-loss-5-g1"
 
 
+@soon("guarded_lightning")
 def test_nan_on_one_rank_takes_both_back(case: Case) -> None:
     """Rank 1 has the odd rows."""
     undisturbed = case.run(ranks=2, alone=True)
@@ -145,6 +160,7 @@ def test_nan_on_one_rank_takes_both_back(case: Case) -> None:
     assert done.lines[0][-1]["end"] == done.lines[1][-1]["end"]
 
 
+@soon("guarded_hf")
 def test_a_training_that_went_back_and_was_stopped_continues(case: Case) -> None:
     """The position in the data after a rollback is that of the next snapshots."""
     whole = case.run(bad=[7], guard=BACK, epochs=1)

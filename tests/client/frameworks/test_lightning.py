@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer, Training
+from tests.support.forks import Done, Forks, write
 from tests.support.waiting import wait_until
 
 pytestmark = [
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-EPOCHS, BATCHES = 6, 10
+EPOCHS, BATCHES = 4, 10
 STEPS = EPOCHS * BATCHES
 
 
@@ -113,24 +113,16 @@ def fit(
     return trainer
 
 
-def fit_in_process(
-    training: Training, kind: str, log_file: Path, socket: str, seed: int, net: dict[str, int]
-) -> int | None:
-    """`fit` in another process. Returns the step that was resumed."""
-    callback = TierdCallback(kind, socket=socket, every_steps=4)
-    fit(kind, log_file, callback, seed=seed, **net)
-    return callback.found.step if callback.found else None
+def main(options: dict[str, Any]) -> object:
+    """`fit` in another process, which ends with a line with the step that was resumed."""
+    callback = TierdCallback(options["kind"], socket=options["socket"], every_steps=4)
+    trainer = fit(options["kind"], Path(options["log_file"]), callback, seed=options["seed"], **options["net"])
+    write(options["lines"], resumed=callback.found.step if callback.found else None)
+    return trainer
 
 
 def facts_of(log_file: Path, since: int = 0) -> list[dict[str, Any]]:
     return [fact for line in log_file.read_text().splitlines() if (fact := json.loads(line))["step"] > since]
-
-
-def exit_code(trainer: Trainer) -> int | None:
-    """The exit code of a process that ends before it answers."""
-    with pytest.raises(EOFError):
-        trainer.end()
-    return trainer.leave()
 
 
 @pytest.fixture(scope="module")
@@ -152,25 +144,31 @@ def gradients_on() -> Iterator[None]:
 def test_lightning_training_killed_in_an_epoch_resumes_identically(kind: str, daemon: Daemon, tmp_path: Path) -> None:
     fit(kind, tmp_path / "undisturbed", None)
 
-    with Trainer() as killed:
-        killed.begin("apply", fit_in_process, kind, tmp_path / "killed", daemon.socket, 1, {"killed_at": 34})
-        assert exit_code(killed) == -signal.SIGKILL
-    assert facts_of(tmp_path / "killed")[-1]["step"] == 33
+    with Forks(__name__, tmp_path) as forks:
+
+        def start(name: str, seed: int, **net: int) -> Done:
+            log_file = str(tmp_path / name)
+            return forks.run(f"{kind}-{name}", kind=kind, log_file=log_file, socket=daemon.socket, seed=seed, net=net)
+
+        killed = start("killed", 1, killed_at=26)
+        stopped = start("stopped", 2, stopped_at=37)
+        last = start("last", 3)
+
+    assert killed.codes == [-signal.SIGKILL]
+    assert facts_of(tmp_path / "killed")[-1]["step"] == 25
     # Step 20 was the last of an epoch and was validated.
     assert daemon.json("show", kind, "20")["manifest"]["metrics"].keys() == {"loss"}
 
-    with Trainer() as stopped:
-        stopped.begin("apply", fit_in_process, kind, tmp_path / "stopped", daemon.socket, 2, {"stopped_at": 57})
-        assert exit_code(stopped) == 0
-    assert facts_of(tmp_path / "stopped")[0]["step"] == 33
-    assert facts_of(tmp_path / "stopped")[-1]["step"] == 57
+    assert stopped.codes == [0]
+    assert stopped.lines == [[]], "it does not return from fit"
+    assert facts_of(tmp_path / "stopped")[0]["step"] == 25
+    assert facts_of(tmp_path / "stopped")[-1]["step"] == 37
 
-    with Trainer() as last:
-        assert last.apply(fit_in_process, kind, tmp_path / "last", daemon.socket, 3, {}) == 57
+    assert last.result["resumed"] == 37
 
     resumed = facts_of(tmp_path / "stopped") + facts_of(tmp_path / "last")
-    assert len({fact["step"] for fact in resumed if "loss" in fact}) == STEPS - 32
-    assert resumed == facts_of(tmp_path / "undisturbed", since=32)
+    assert len({fact["step"] for fact in resumed if "loss" in fact}) == STEPS - 24
+    assert resumed == facts_of(tmp_path / "undisturbed", since=24)
     wait_until(lambda: any((daemon.hot / kind).glob(f"{STEPS:012d}-g*/manifest.json")), "the snapshot at the end")
 
 

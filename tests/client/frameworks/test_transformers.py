@@ -25,9 +25,10 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 def test_hugging_face_training_killed_and_stopped_in_epochs_resumes_identically(forks: Forks, tmp_path: Path) -> None:
     """10 steps an epoch of 20 batches, two to a step; logs every 3 steps, evaluations every 4."""
     output = tmp_path / "output"
-    alone = forks.run("alone", socket=None, output=str(output))
+    settings = {"output": str(output), "args": {"num_train_epochs": 2}}
+    alone = forks.run("alone", socket=None, **settings)
     with Daemon(tmp_path) as daemon:
-        command = {"socket": daemon.socket, "output": str(output), "connect": EVERY_3}
+        command = {"socket": daemon.socket, "connect": EVERY_3, **settings}
         killed = forks.run("run", **command, signals=[(7, "SIGKILL", 0)])
         assert killed.codes == [-signal.SIGKILL]
         assert killed.resumed == 0
@@ -35,22 +36,22 @@ def test_hugging_face_training_killed_and_stopped_in_epochs_resumes_identically(
         assert stopped.resumed == 6
         assert stopped.result["stopped"]
         again = forks.run("run", **command, seed=2)  # other initial weights: all are restored
-        assert daemon.newest("hot") == 40
+        assert daemon.newest("hot") == 20
     assert again.resumed == 14
     assert killed.steps(1, 7) == alone.steps(1, 7)
     assert stopped.steps(7, 13) == alone.steps(7, 13)
     assert again.steps(15) == alone.steps(15)
-    assert len([line for line in again.steps(15)[0] if "loss" in line]) == 2 * 26
+    assert len([line for line in again.steps(15)[0] if "loss" in line]) == 2 * 6
     assert again.result == alone.result
-    assert again.result["evaluations"] == 10
-    assert again.result["notes"] == {"steps": 40}
+    assert again.result["evaluations"] == 5
+    assert again.result["notes"] == {"steps": 20}
     assert list(output.glob("*")) == []
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"args": {"max_steps": 24}}, id="max_steps"),
+        pytest.param({"args": {"max_steps": 12}}, id="max_steps"),
         pytest.param({"args": {"learning_rate": 0.0}, "patience": 3}, id="early stopping", marks=pytest.mark.long),
         pytest.param(
             {"args": {"num_train_epochs": 2, "load_best_model_at_end": True, **dict.fromkeys(
@@ -88,7 +89,13 @@ def test_finished_training_continues_when_its_last_step_is_raised(forks: Forks, 
 
 def test_two_ranks_resume_with_trainers_own_checkpoints_enabled(forks: Forks, tmp_path: Path) -> None:
     """DDP over gloo. Trainer also saves its own checkpoints, and loads the best model at the end."""
-    own = {"save_strategy": "steps", "save_steps": 4, "load_best_model_at_end": True, "ddp_backend": "gloo"}
+    own: dict[str, Any] = {
+        "num_train_epochs": 2,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "load_best_model_at_end": True,
+        "ddp_backend": "gloo",
+    }
     settings = {"args": own, "samples": 150}
     alone = forks.run("alone-2", ranks=2, socket=None, output=str(tmp_path / "alone"), **settings)
     with Daemon(tmp_path) as daemon:
@@ -96,18 +103,18 @@ def test_two_ranks_resume_with_trainers_own_checkpoints_enabled(forks: Forks, tm
         killed = forks.run("run-2", ranks=2, **command, signals=[(7, "SIGKILL", 0)])
         assert -signal.SIGKILL in killed.codes
         again = forks.run("run-2", ranks=2, **command)
-        assert daemon.newest("hot") == 40
+        assert daemon.newest("hot") == 20
         fewer = forks.run("run-2", **{**command, "args": {**own, "ddp_backend": None}})
     assert again.resumed == 6
     assert again.steps(7) == alone.steps(7)
     assert again.result["best"] == alone.result["best"]
-    assert (tmp_path / "run/checkpoint-40/optimizer.pt").exists()
+    assert (tmp_path / "run/checkpoint-20/optimizer.pt").exists()
     assert fewer.codes == [1]
     assert "it differs between the 2 ranks that saved the checkpoint" in fewer.stderr
 
 
 def test_iterable_dataset_is_read_again_up_to_its_position(forks: Forks, tmp_path: Path) -> None:
-    settings = {"output": str(tmp_path / "output"), "streams": True, "samples": 250, "args": {"max_steps": 30}}
+    settings = {"output": str(tmp_path / "output"), "streams": True, "samples": 250, "args": {"max_steps": 12}}
     alone = forks.run("alone-stream", socket=None, **settings)
     with Daemon(tmp_path) as daemon:
         forks.run("stream", socket=daemon.socket, connect=EVERY_3, **settings, signals=[(7, "SIGKILL", 0)])
@@ -123,10 +130,11 @@ def test_hugging_face_training_continues_while_the_daemon_hangs(forks: Forks, tm
             socket=daemon.socket,
             output=str(tmp_path / "output"),
             connect={"every_steps": 1, "when_busy": "skip"},
+            args={"num_train_epochs": 2},
             signals=[(5, "SIGSTOP", daemon.pid), (12, "SIGCONT", daemon.pid)],
         )
-        assert daemon.newest("hot") == 40
-    assert done.result["end"] == 40
+        assert daemon.newest("hot") == 20
+    assert done.result["end"] == 20
     assert "tierd: no snapshot of step 11 of hf" in done.stderr
 
 

@@ -327,7 +327,7 @@ def _distribute(training: Training, own: int) -> None:
     training.extra["own"] = own
 
 
-@pytest.mark.parametrize(("saved", "then"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("saved", "then"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.long)])
 def test_part_of_another_run_is_restored_on_another_number_of_ranks(
     daemon: Daemon, tmp_path: Path, saved: int, then: int
 ) -> None:

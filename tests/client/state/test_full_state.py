@@ -291,11 +291,24 @@ def _fresh(loader: str, workers: int, folder: Path) -> Training:
     return Training(loader, workers, seed=2, paths=_paths(folder))
 
 
+WITH_WORKERS = ("torchdata's StatefulDataLoader", "ResumableLoader")
+"""Those that `make test` runs with processes as workers, too."""
+
+
 @pytest.mark.parametrize(
-    ("workers", "interrupted"),
-    [(0, INTERRUPTED), (0, AT_AN_END), (2, INTERRUPTED), pytest.param(2, AT_AN_END, marks=pytest.mark.long)],
+    ("loader", "workers", "interrupted"),
+    [
+        *((loader, 0, step) for loader in LOADERS for step in (INTERRUPTED, AT_AN_END)),
+        *((loader, 2, INTERRUPTED) for loader in WITH_WORKERS),
+        *(pytest.param(loader, 2, AT_AN_END, marks=pytest.mark.long) for loader in WITH_WORKERS),
+        *(
+            pytest.param(loader, 2, step, marks=pytest.mark.long)
+            for loader in LOADERS
+            if loader not in WITH_WORKERS
+            for step in (INTERRUPTED, AT_AN_END)
+        ),
+    ],
 )
-@pytest.mark.parametrize("loader", LOADERS)
 def test_run_resumed_with_its_whole_state_does_not_differ(
     files: Files, folder: Path, loader: str, workers: int, interrupted: int
 ) -> None:
@@ -349,8 +362,16 @@ WRAPPERS: dict[str, Callable[[torch.nn.Module], Any]] = {
 
 
 @pytest.mark.usefixtures("_alone")
-@pytest.mark.parametrize("after", WRAPPERS)
-@pytest.mark.parametrize("before", WRAPPERS)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(
+            before, after, marks=() if "plain" in (before, after) or before == "compile of DDP" else pytest.mark.long
+        )
+        for before in WRAPPERS
+        for after in WRAPPERS
+    ],
+)
 def test_model_saved_in_any_wrapper_is_restored_into_any_other(files: Files, before: str, after: str) -> None:
     def build(wrapper: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, TrainingState]:
         model = small_net()

@@ -19,8 +19,8 @@ from tests.support.random_states import Unbuildable, differing_rank, random_obje
 from tests.support.state import Files
 from tierd.errors import Mismatch, TierdError
 
-CASES = 120
-CASES_LONG = 2400
+CASES = 40
+CASES_LONG = 2480
 CASES_PER_TEST = 40
 SECTION = re.compile(r"\b(model|optimizer|scheduler|scaler|ema|dataloader|extra)\b")
 EXACT_MIN = 0.5
