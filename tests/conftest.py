@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-import re
 import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -39,14 +37,15 @@ FILES_BYTES_MAX = 2 << 30
 
 
 def has_memory_for_files() -> bool:
-    """Whether the folders of tests can be in memory, where a sync costs nothing: on a disk, tests wait for it most of
-    the time. What a sync is for is shown by tests/simulation, which records each, and by a real ext4."""
+    """Whether the folders of tests can be in memory, where a sync costs nothing: on a slow disk, tests wait for it most
+    of the time. What a sync is for is shown by tests/simulation, which records each, and by a real ext4."""
+    from tierd.cgroup import available_bytes
+
     try:
         folder = os.statvfs(MEMORY_FOLDER)
-        memory_kb = int(re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="utf-8"))[0])
-    except (OSError, IndexError):
+    except OSError:
         return False
-    return folder.f_bavail * folder.f_frsize >= FILES_BYTES_MAX and memory_kb << 10 >= 3 * FILES_BYTES_MAX
+    return folder.f_bavail * folder.f_frsize >= FILES_BYTES_MAX and available_bytes() >= 3 * FILES_BYTES_MAX
 
 
 def pytest_configure(config: pytest.Config) -> None:
