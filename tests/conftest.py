@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
