@@ -45,6 +45,7 @@ def test_every_benchmark_runs_and_the_page_has_its_results(tmp_path: Path) -> No
     assert (docs / "performance.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.long
 def test_a_benchmark_that_fails_is_reported_and_the_page_is_written(tmp_path: Path) -> None:
     page = tmp_path / "PERFORMANCE.md"
     page.write_text((ROOT / "docs/PERFORMANCE.md").read_text())

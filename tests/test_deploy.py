@@ -369,6 +369,7 @@ with tierd_client.connect("gpt-124m") as client:
 """
 
 
+@pytest.mark.long
 def test_slurm_job_is_requeued_when_it_was_stopped_and_not_when_it_is_finished(tmp_path: Path) -> None:
     """Runs the script itself, with scripts in place of srun and scontrol."""
     (tmp_path / "train.py").write_text(TRAIN)

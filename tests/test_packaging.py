@@ -127,6 +127,7 @@ def test_sdist_holds_every_tracked_file(sdist: Path) -> None:
     assert names == {*tracked_files(), "PKG-INFO"}
 
 
+@pytest.mark.long
 def test_two_builds_give_the_same_bytes(dist: Path, tmp_path: Path) -> None:
     again = build(tmp_path)
     assert {path.name: path.read_bytes() for path in again.iterdir()} == {

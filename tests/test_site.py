@@ -54,6 +54,7 @@ def test_everything_public_is_in_the_api_reference_with_a_docstring() -> None:
 
 
 @needs_mkdocs
+@pytest.mark.long
 def test_a_public_name_that_is_left_out_of_the_reference_is_found() -> None:
     texts = {page: (DOCS / page).read_text(encoding="utf-8") for page in api.PAGES}
     texts["reference/client.md"] = texts["reference/client.md"].replace(

@@ -61,6 +61,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.long
 def test_two_runs_write_the_same_bytes_and_learn(undisturbed: bytes, tmp_path: Path) -> None:
     path = tmp_path / "loss.jsonl"
     train(tmp_path, "--no-tierd", "--loss-file", path)

@@ -29,6 +29,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         assert "Traceback" not in daemon.log, daemon.log
 
 
+@pytest.mark.long
 def test_a_thousand_idle_connections_delay_no_trainer_and_one_too_many_is_refused(daemon: Daemon) -> None:
     before = daemon.descriptors()
     with ExitStack() as stack:

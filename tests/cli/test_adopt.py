@@ -231,6 +231,7 @@ def test_adopted_checkpoint_is_signed_and_refused_when_altered(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("checkpoints_examined")
+@pytest.mark.long
 def test_beside_a_running_daemon_it_is_found_copied_to_cold_and_refused_to_a_trainer(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "out/checkpoint-500")
     with Daemon(tmp_path / "house", more="cold_list_interval_s = 600") as daemon:

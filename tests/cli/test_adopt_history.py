@@ -96,6 +96,7 @@ def test_a_pattern_adopts_what_no_preset_fits(house: House, tmp_path: Path) -> N
     assert (tmp_path / "back/weights_20.pt").read_bytes() == (folder / "weights_20.pt").read_bytes()
 
 
+@pytest.mark.long
 def test_a_command_that_is_killed_goes_on_where_it_was(house: House, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     history(folder, "hf-trainer", *range(10, 210, 10))

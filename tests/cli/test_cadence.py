@@ -49,6 +49,7 @@ def test_json_has_every_number_and_its_source(tmp_path: Path) -> None:
     assert other["simulated"] == pytest.approx(other["daly"], abs=0.003)
 
 
+@pytest.mark.long
 def test_numbers_that_are_not_given_come_from_the_daemon(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         refused = daemon.tierd("cadence", "--mtbf-hours", "24")

@@ -151,7 +151,8 @@ def relay(address: str, cut_after_bytes: int, on_cut: Callable[[], None]) -> Gen
             each.close()
 
 
-@pytest.mark.parametrize("has_copy", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("has_copy", [False, True])
+@pytest.mark.long
 def test_node_that_dies_in_the_middle_of_the_fetch_is_replaced_by_its_copy_or_named(
     tmp_path: Path, has_copy: bool
 ) -> None:

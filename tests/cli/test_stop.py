@@ -161,6 +161,7 @@ def operator(daemon: Daemon, *arguments: str) -> Any:
 
 
 @pytest.mark.usefixtures("forked_python")
+@pytest.mark.long
 def test_many_concurrent_operators_all_get_an_answer(daemon: Daemon) -> None:
     """With two ranks: every answer names a step whose snapshot was taken."""
     chance = random.Random(3)

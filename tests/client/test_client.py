@@ -458,7 +458,8 @@ def test_sigterm_is_handled_inside_with_and_the_former_handler_restored_afterwar
 # ── leaks ──
 
 
-@pytest.mark.parametrize("snapshots", [15, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("snapshots", [15, 50])
 def test_hundred_snapshots_and_restores_leak_no_descriptors_and_no_memory(lab: Lab, snapshots: int) -> None:
     """Twice that many."""
     daemon = lab.daemon

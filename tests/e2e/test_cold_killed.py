@@ -98,6 +98,7 @@ def test_daemon_killed_halfway_through_an_upload_continues_it(tmp_path: Path, ke
 @pytest.mark.parametrize(
     "keeps_checksums", [pytest.param(True, id="checksums"), pytest.param(False, id="etags", marks=pytest.mark.long)]
 )
+@pytest.mark.long
 def test_daemon_killed_while_it_uploads_several_shards_continues_each(tmp_path: Path, keeps_checksums: bool) -> None:
     """Of each of three shards with two parts, one part has arrived and the server holds the other."""
     manifest = make_hot(tmp_path, world_size=3, size_bytes=2 * CHUNK_BYTES)

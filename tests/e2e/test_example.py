@@ -143,6 +143,7 @@ def disturb(daemon: Daemon, *, kills: int, steps: int, seed: int) -> None:
         assert daemon.tierd("verify", "--tier", tier).returncode == 0
 
 
+@pytest.mark.long
 def test_loss_curve_is_the_undisturbed_one_after_ten_random_kills(daemon: Daemon) -> None:
     disturb(daemon, kills=10, steps=60, seed=2)
 

@@ -248,6 +248,7 @@ def test_a_daemon_killed_while_it_repairs_repairs_it_after_its_restart(tmp_path:
         assert shards.decode(shard.read_bytes())
 
 
+@pytest.mark.long
 def test_sequences_continue_though_the_hot_disk_is_lost_with_the_daemon(tmp_path: Path, served: Bucket) -> None:
     """The ranks live on, and seal their next snapshot before the new daemon has listed the bucket."""
     with battery(tmp_path, bucket=served) as to_kill:
@@ -266,7 +267,8 @@ def test_sequences_continue_though_the_hot_disk_is_lost_with_the_daemon(tmp_path
         serve_unarmed(to_kill, steps=2)
 
 
-@pytest.mark.parametrize("hits", [(2,), pytest.param((2, 7), marks=pytest.mark.long)], ids=len)
+@pytest.mark.long
+@pytest.mark.parametrize("hits", [(2,), (2, 7)], ids=len)
 def test_a_clock_that_jumps_by_days_loses_nothing(tmp_path: Path, hits: tuple[int, ...]) -> None:
     with battery(tmp_path, directory=True, broken=JUMPING_CLOCK) as to_kill:
         names = ("cold.copy", "tier.committed", "reap.delete", "file.linked", "file.write", "delete.unlink")

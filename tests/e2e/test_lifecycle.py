@@ -84,6 +84,7 @@ def test_hot_keeps_every_tenth_and_the_milestone_until_the_cold_tier_is_back(dae
     wait_until(lambda: daemon.steps("hot") == [38, 39, 40] and daemon.steps("cold") == KEPT_COLD, "the lifecycle")
 
 
+@pytest.mark.long
 def test_every_tenth_is_kept_although_the_daemon_is_killed_repeatedly(daemon: Daemon, trainer: Trainer) -> None:
     trainer.connect(daemon.socket)
     for _ in range(3):

@@ -111,6 +111,7 @@ def test_daemon_reads_each_manifest_once_and_after_that_only_lists(tmp_path: Pat
 
 @pytest.mark.parametrize("served", SIZES, indirect=True)
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_commands_without_a_daemon_read_each_manifest_once_and_after_that_only_list(
     tmp_path: Path, served: Bucket
 ) -> None:

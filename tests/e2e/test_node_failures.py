@@ -167,6 +167,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+@pytest.mark.long
 def test_one_node_is_cut_off_from_the_bucket(tmp_path: Path) -> None:
     """Commits wait for it, and nothing is lost."""
     cut_off: set[str] = set()

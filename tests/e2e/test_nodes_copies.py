@@ -98,6 +98,7 @@ def test_a_node_in_the_middle_of_its_upload(tmp_path: Path) -> None:
         assert_restored([first], digests, tier="cold")
 
 
+@pytest.mark.long
 def test_home_is_the_node_that_is_lost(tmp_path: Path) -> None:
     with peers(tmp_path, "a", "b", "spare") as (first, second, spare):
         with joined(tmp_path, 4) as trainers:
@@ -109,6 +110,7 @@ def test_home_is_the_node_that_is_lost(tmp_path: Path) -> None:
         assert_restored([spare, second], digests)
 
 
+@pytest.mark.long
 def test_a_node_persisted_and_not_copied(tmp_path: Path) -> None:
     """The step before is restored, which all have."""
     with peers(tmp_path, "a", "b", "spare") as (first, second, spare):

@@ -64,6 +64,7 @@ def test_ranks_placed_elsewhere_read_from_memory(tmp_path: Path) -> None:
         assert restored(daemons[::-1], 4) == ([(1, "memory")] * 4, digests)
 
 
+@pytest.mark.long
 def test_with_a_key_ranks_placed_elsewhere_read_signed_parts_from_memory_and_hot(tmp_path: Path) -> None:
     """Of what is in memory only, no node file was signed before another node asks for it."""
     make_key_file(tmp_path / "key")
@@ -74,6 +75,7 @@ def test_with_a_key_ranks_placed_elsewhere_read_signed_parts_from_memory_and_hot
         assert restored(daemons[::-1], 4) == ([(1, "hot")] * 4, digests)
 
 
+@pytest.mark.long
 def test_large_tensor_of_another_node_is_read_from_there(tmp_path: Path) -> None:
     """As with DDP: replicated parameters are written once over all nodes."""
     with peers(tmp_path) as daemons:

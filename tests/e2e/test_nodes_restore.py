@@ -79,6 +79,7 @@ def test_all_trainers(tmp_path: Path) -> None:
         assert not list((tmp_path / "cold" / "run").glob("*/manifest.json"))
 
 
+@pytest.mark.long
 def test_all_nodes_disks_kept(tmp_path: Path) -> None:
     """The daemons restart too: from hot, at the last step that all nodes have persisted."""
     with nodes(tmp_path) as daemons:
@@ -282,6 +283,7 @@ def test_named_step_is_restored_from_the_nodes(tmp_path: Path) -> None:
             assert {type(error) for error in refusals(trainers, "restore", resume=2)} == {Unhealthy}
 
 
+@pytest.mark.long
 def test_hot_keeps_a_step_that_all_nodes_have_and_lets_older_ones_go(tmp_path: Path) -> None:
     with nodes(tmp_path) as daemons:
         hold_cold(daemons[1])

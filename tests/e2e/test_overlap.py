@@ -126,6 +126,7 @@ def test_snapshot_torn_on_one_rank_fails_on_all_and_frees_its_slots(daemon: Daem
         together(ranks, "wait_persisted")
 
 
+@pytest.mark.long
 def test_script_that_ends_without_closing_hands_over_its_overlapped_snapshot(daemon: Daemon) -> None:
     script = f"""
 import tierd_client, torch

@@ -206,6 +206,7 @@ def trials(request: pytest.FixtureRequest, daemon: Daemon, tmp_path: Path) -> Tr
     return Trials(daemon, [partial(folder_files, daemon.hot), cold], LARGE if is_long else RESET)
 
 
+@pytest.mark.long
 def test_a_pivot_that_is_killed_at_some_steps_loses_nothing_and_is_completed(trials: Trials) -> None:
     assert trials.at_each_step(stride=7) >= 4
 

@@ -78,6 +78,7 @@ def test_daemon_runs_at_a_lower_cpu_priority_than_training(daemon: Daemon) -> No
     assert {os.getpriority(os.PRIO_PROCESS, one) for one in threads} == {least}
 
 
+@pytest.mark.long
 def test_slower_steps_throttle_an_upload_until_somebody_waits_for_it(daemon: Daemon) -> None:
     client = tierd_client.connect(RUN, socket=str(daemon.socket), every_steps=0, signals={})
     with Training(client) as training:

@@ -203,6 +203,7 @@ def test_buffers_that_differ_between_ranks_are_restored_from_rank_0(daemon: Daem
         assert every(second, _statistics) == after
 
 
+@pytest.mark.long
 def test_sharded_module_in_extra_is_resharded(daemon: Daemon) -> None:
     with arranged(daemon, "fsdp", 3) as first:
         every(first, _add_critic, 2)

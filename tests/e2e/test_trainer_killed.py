@@ -157,6 +157,7 @@ def test_sigterm_requests_a_last_snapshot(daemon: Daemon) -> None:
     wait_until(lambda: daemon.steps("hot") == [1], "the last snapshot to be durable")
 
 
+@pytest.mark.long
 def test_repeated_kills_leak_nothing_and_each_start_is_a_generation(daemon: Daemon) -> None:
     def descriptors() -> int:
         return len(os.listdir(f"/proc/{daemon.pid}/fd"))

@@ -56,6 +56,7 @@ def arrange(training: Training, rank: int, rendezvous: str) -> None:
     training.state = tierd_client.TrainingState(model=torch.nn.Linear(1, 1), extra=training.extra, rng=False)
 
 
+@pytest.mark.long
 def test_table_of_two_ranks_in_a_module_in_extra_is_exported_whole(tmp_path: Path) -> None:
     with Daemon(tmp_path, cold="") as daemon:
         with Trainer() as first, Trainer() as second:

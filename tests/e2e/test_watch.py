@@ -59,6 +59,7 @@ def test_checkpoints_come_back_on_an_empty_machine_from_cold(tmp_path: Path, pre
         *(pytest.param(name, marks=LONG) for name in ("file.write@2", "file.linked@3", "adopt.committed@1")),
     ],
 )
+@pytest.mark.long
 def test_killed_while_it_adopts_it_goes_on_and_adopts_once(tmp_path: Path, failpoint: str) -> None:
     (tmp_path / "out").mkdir()
     saved = save_dcp(tmp_path / "out", 10, Writer())

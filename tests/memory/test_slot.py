@@ -46,9 +46,9 @@ def test_memory_that_is_not_sealed_against_shrinking_is_refused() -> None:
         MappedSlot(make_memfd(PAGE_BYTES, seals=fcntl.F_SEAL_GROW), PAGE_BYTES)
 
 
-def test_a_descriptor_that_is_not_a_memfd_is_refused_and_closed(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(PAGE_BYTES))
-    for descriptor in (os.open(tmp_path / "file", os.O_RDWR), os.open("/dev/zero", os.O_RDWR), os.pipe2(0)[0]):
+def test_a_descriptor_that_is_not_a_memfd_is_refused_and_closed(disk_path: Path) -> None:
+    (disk_path / "file").write_bytes(bytes(PAGE_BYTES))
+    for descriptor in (os.open(disk_path / "file", os.O_RDWR), os.open("/dev/zero", os.O_RDWR), os.pipe2(0)[0]):
         with pytest.raises(BadRequest, match="not a memfd"):
             MappedSlot(descriptor, PAGE_BYTES)
         with pytest.raises(OSError, match=os.strerror(errno.EBADF)):

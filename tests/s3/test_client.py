@@ -96,6 +96,7 @@ async def test_server_that_stops_answering_takes_a_bounded_time(served: Bucket, 
 
 
 @pytest.mark.parametrize("served", ["https"], indirect=True)  # it waits for seconds
+@pytest.mark.long
 async def test_part_whose_source_was_too_slow_is_read_again(served: Bucket) -> None:
     """Only one attempt is aborted, and an upload that lacks a part is never completed."""
 

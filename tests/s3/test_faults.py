@@ -190,6 +190,7 @@ async def test_faults_lose_nothing(tmp_path: Path) -> None:
     await battle(tmp_path, 1, 100)
 
 
+@pytest.mark.long
 async def test_server_that_checks_nothing_loses_nothing(tmp_path: Path) -> None:
     await battle(tmp_path, 3, 60, keeps_checksums=False, honours_conditions=False)
 

@@ -74,6 +74,7 @@ def test_forged_newest_checkpoint_is_neither_restored_nor_counted(daemon: Daemon
     assert daemon.tierd("verify", "--step", "999999", "--run", "run").returncode == 12
 
 
+@pytest.mark.long
 def test_run_with_unsigned_checkpoints_is_refused_until_they_are_signed(tmp_path: Path) -> None:
     with Daemon(tmp_path, more=DR.replace('key_file = "key"', "")) as daemon:
         train(daemon, 2)

@@ -55,6 +55,7 @@ def manifests(served: Bucket) -> list[str]:
 
 @pytest.mark.parametrize("killed_at", ["tier.commit=kill@2", pytest.param("s3.put=kill@1", marks=pytest.mark.long)])
 @pytest.mark.parametrize("is_old_key_kept", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_key_that_is_rotated_during_an_upload_loses_no_checkpoint(
     tmp_path: Path, served: Bucket, killed_at: str, is_old_key_kept: bool
 ) -> None:

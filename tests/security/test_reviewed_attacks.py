@@ -157,6 +157,7 @@ def test_a_generation_that_was_claimed_while_hot_was_full_is_not_given_out_again
 # ── the listener ──
 
 
+@pytest.mark.long
 def test_half_open_tls_connections_leave_the_descriptors_to_the_trainers(tmp_path: Path) -> None:
     """They never begin the handshake, so the HTTP server does not count them."""
     cert, key = make_certificate(tmp_path)

@@ -32,10 +32,12 @@ SEEDS = 1
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000")) // 20
 THREE_EVERY = 1480  # of the worlds of three nodes, the short run has every so many
 MUTATED_SEEDS = range(12)
+LONG = ("old copies stay",)  # takes most of the time
 
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.long
 def test_no_seed_with_copies_breaks_a_promise() -> None:
     assert unexpected(run_seeds(0, SEEDS, scenario=COPIES)) == []
 
@@ -112,7 +114,9 @@ MUTATIONS: dict[str, tuple[object, str, object, set[str]]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("defect", MUTATIONS)
+@pytest.mark.parametrize(
+    "defect", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in MUTATIONS]
+)
 def test_a_daemon_is_caught_that_breaks_a_promise_about_copies(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, broken, kinds = MUTATIONS[defect]
     if isinstance(owner, str):
@@ -135,6 +139,7 @@ def unhealthy_schedule(seed: int) -> Schedule:
     return replace(base, jobs=[job], ignores_conditions=False, is_slow=False, nodes=base.nodes[:2], events=events)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_that_counts_as_safe_before_it_was_examined_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert simulate(unhealthy_schedule(0)).violation is None

@@ -24,10 +24,11 @@ from tierd.workers.committer import Committer
 from tierd.workers.leftovers import Leftovers
 from tierd.workers.reaper import Reaper
 
-SEEDS = range(3, 6)  # each takes one or two seconds; the first three seeds take longer
+SEEDS = range(5, 6)  # one that takes less time than most
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000")) // 20
 SEEDS_OF_SIXTEEN = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000")) // 4
 MUTATED_SEEDS = range(12)
+LONG = ("nobody clears leftovers", "each node counts for itself")  # take most of the time
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -160,7 +161,9 @@ MUTATIONS: dict[str, tuple[object, str, object, set[str]]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("defect", MUTATIONS)
+@pytest.mark.parametrize(
+    "defect", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in MUTATIONS]
+)
 def test_a_daemon_is_caught_that_breaks_a_promise_over_several_nodes(
     defect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

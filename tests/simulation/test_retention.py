@@ -359,7 +359,7 @@ def run(examples: int, **options: Any) -> None:
 
 
 def test_no_order_of_events_breaks_a_promise_of_retention() -> None:
-    run(25, derandomize=True)  # 3 s of one processor; the long battery takes other examples each time
+    run(15, derandomize=True)  # 2 s of one processor; the long battery takes other examples each time
 
 
 policy_keeps_in, policy_kept = policy._RunPolicy._keeps_in, policy.kept
@@ -395,7 +395,7 @@ def forget_every_third(views: Iterable[CheckpointView], rules: TierPolicy) -> di
     [
         (policy._RunPolicy, "_keeps_in", evict_before_the_copy),
         pytest.param(Reaper, "_is_elsewhere", trust_the_last_listing, marks=pytest.mark.long),
-        (Reaper, "_has_only_verdict", forget_verdicts),
+        pytest.param(Reaper, "_has_only_verdict", forget_verdicts, marks=pytest.mark.long),
         pytest.param(Replicator, "_mark", copy_no_markers, marks=pytest.mark.long),
         (policy, "kept", forget_milestones),
         (policy, "kept", forget_every_third),

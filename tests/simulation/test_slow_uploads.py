@@ -35,6 +35,7 @@ def test_lasting_checkpoints_reach_cold_while_their_copies_alone_fit_the_bandwid
     assert uploads.given_up.keys() == {"replaced"}
 
 
+@pytest.mark.long
 def test_lasting_checkpoints_that_cannot_all_be_copied_leave_room_in_hot_and_are_reported() -> None:
     """U = 20 T: only half of every tenth can be copied, and the disk has room for ten checkpoints."""
     uploads = simulate_uploads(20.0, 10, checkpoints=201, hot_disk_checkpoints=10)
@@ -75,6 +76,7 @@ def test_a_daemon_is_caught_that_waits_for_copies_before_it_persists(monkeypatch
     assert last_in_hot() != [8, 9, 10]
 
 
+@pytest.mark.long
 def test_a_copy_continues_after_each_restart_of_the_daemon() -> None:
     """It takes longer than any daemon lives; the first of two shards is there after the first start."""
     uploads = simulate_uploads(6.0, 0, kill_daemon_every_s=2 * INTERVAL_S)
@@ -82,6 +84,7 @@ def test_a_copy_continues_after_each_restart_of_the_daemon() -> None:
     assert max(uploads.gaps_s()) <= 6.1 * INTERVAL_S
 
 
+@pytest.mark.long
 def test_a_copy_continues_after_a_short_outage() -> None:
     whole = simulate_uploads(6.0, 0)
     begin_s = 1000.0

@@ -23,7 +23,9 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import Trainer
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
 
 from tierd.errors import BadRequest, TierdError, Transient, Unsupported
 from tierd_client.client import Client, Found

@@ -192,6 +192,7 @@ def test_the_environment_selects_the_checkpoint(client: Client, monkeypatch: pyt
         TierdReader(client).find()
 
 
+@pytest.mark.long
 def test_damaged_replica_is_replaced_by_another_of_the_same_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,6 +59,7 @@ def state_of(daemon: Daemon) -> tuple[str, str]:
     return run["state"], run["reason"]
 
 
+@soon("guarded_hf")
 @pytest.mark.parametrize(
     ("error", "state", "reason"),
     [
@@ -137,6 +138,7 @@ def test_rollbacks_are_bounded(case: Case) -> None:
     assert [step for step, _, _ in losses(done)] == [*range(1, 9), 7, 7]
 
 
+@soon("guarded_hf")
 def test_nan_while_gradients_are_accumulated(case: Case) -> None:
     """Two batches to a step; the first of the two is bad. Snapshots every 3 steps: at 3 and 6."""
     done = case.run(bad=[8], guard=BACK, accumulate=2)
@@ -161,6 +163,7 @@ def test_nan_on_one_rank_takes_both_back(case: Case) -> None:
 
 
 @soon("guarded_hf")
+@pytest.mark.long
 def test_a_training_that_went_back_and_was_stopped_continues(case: Case) -> None:
     """The position in the data after a rollback is that of the next snapshots."""
     whole = case.run(bad=[7], guard=BACK, epochs=1)

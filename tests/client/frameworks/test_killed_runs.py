@@ -28,12 +28,14 @@ def check(script: str, folder: Path, *, kills: int, ranks: int = 1, seed: int = 
         run_killed(forks, "run", daemon, alone, kills=kills, seed=seed, ranks=ranks, **options)
 
 
+@pytest.mark.long
 def test_lightning_epoch_that_was_killed_logs_and_steps_its_plateau_scheduler_by_all_its_batches(
     tmp_path: Path,
 ) -> None:
     check("lightning_training", tmp_path, kills=2, seed=1, every=1, trainer={"max_epochs": 3})
 
 
+@pytest.mark.long
 def test_accelerate_stream_without_a_state_resumes_twice_in_one_epoch(tmp_path: Path) -> None:
     check("accelerate_training", tmp_path, kills=4, seed=9, every=3, data="stream")
 
@@ -42,6 +44,7 @@ def test_loop_with_scaler_average_and_accumulation_resumes_identically(tmp_path:
     check("raw_training", tmp_path, kills=3, seed=3, every=2, compiles=False)
 
 
+@pytest.mark.long
 def test_lightning_snapshot_of_two_ranks_is_refused_on_one(tmp_path: Path) -> None:
     with Forks("lightning_training", tmp_path) as forks, Daemon(tmp_path / "daemon") as daemon:
         command = {"socket": daemon.socket, "every": 1, "trainer": {"max_epochs": 1}}

@@ -21,6 +21,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
         yield forks
 
 
+@pytest.mark.long
 def test_manual_optimization_goes_back(forks: Forks, tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         done = forks.run("manual", socket=daemon.socket, bad=[7], guard=BACK, epochs=1, manual=True)

@@ -51,7 +51,7 @@ def test_hugging_face_training_killed_and_stopped_in_epochs_resumes_identically(
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"args": {"max_steps": 12}}, id="max_steps"),
+        pytest.param({"args": {"max_steps": 12}}, id="max_steps", marks=pytest.mark.long),
         pytest.param({"args": {"learning_rate": 0.0}, "patience": 3}, id="early stopping", marks=pytest.mark.long),
         pytest.param(
             {"args": {"num_train_epochs": 2, "load_best_model_at_end": True, **dict.fromkeys(
@@ -87,6 +87,7 @@ def test_finished_training_continues_when_its_last_step_is_raised(forks: Forks, 
     assert [line["step"] for line in again.lines[0] if "loss" in line] == [14, 14, 15, 15, 16, 16]
 
 
+@pytest.mark.long
 def test_two_ranks_resume_with_trainers_own_checkpoints_enabled(forks: Forks, tmp_path: Path) -> None:
     """DDP over gloo. Trainer also saves its own checkpoints, and loads the best model at the end."""
     own: dict[str, Any] = {
@@ -113,6 +114,7 @@ def test_two_ranks_resume_with_trainers_own_checkpoints_enabled(forks: Forks, tm
     assert "it differs between the 2 ranks that saved the checkpoint" in fewer.stderr
 
 
+@pytest.mark.long
 def test_iterable_dataset_is_read_again_up_to_its_position(forks: Forks, tmp_path: Path) -> None:
     settings = {"output": str(tmp_path / "output"), "streams": True, "samples": 250, "args": {"max_steps": 12}}
     alone = forks.run("alone-stream", socket=None, **settings)

@@ -64,6 +64,7 @@ def test_run_that_no_node_knows_starts_from_scratch(tmp_path: Path, started: Exi
     assert together(trainers, "restore", resume="scratch") == [None, None]
 
 
+@pytest.mark.long
 def test_checkpoint_that_only_another_node_knows_is_no_reason_to_start_from_scratch(
     tmp_path: Path, started: ExitStack
 ) -> None:

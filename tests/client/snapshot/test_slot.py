@@ -210,7 +210,7 @@ def test_forked_child_has_no_mapping() -> None:
     assert printed_by(script) == ["-11", "0"]
 
 
-@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("is_open", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_forked_child_keeps_its_memory_when_a_slot_is_freed(is_open: bool) -> None:
     """The kernel places the child's memory where the slot was in the parent. A garbage collection in the child that
     frees the slot must not unmap it: a data loader's worker died of SIGSEGV."""

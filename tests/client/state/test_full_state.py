@@ -291,7 +291,7 @@ def _fresh(loader: str, workers: int, folder: Path) -> Training:
     return Training(loader, workers, seed=2, paths=_paths(folder))
 
 
-WITH_WORKERS = ("torchdata's StatefulDataLoader", "ResumableLoader")
+WITH_WORKERS = ("torchdata's StatefulDataLoader",)
 """Those that `make test` runs with processes as workers, too."""
 
 

@@ -207,6 +207,7 @@ def test_snapshots_by_time_are_due_at_the_same_steps_on_all_ranks(daemon: Daemon
         assert due == other
 
 
+@pytest.mark.long
 def test_ranks_of_different_speeds_agree_on_many_requests_while_the_daemon_is_killed(
     daemon: Daemon,
 ) -> None:

@@ -212,9 +212,10 @@ def test_operator_on_any_node_gets_snapshots_and_stops_all_nodes(tmp_path: Path,
         assert snapshot.returncode == 0, snapshot.stderr
         named = daemons[node].json("snapshot", "--run", "run", "--milestone", "best")
         for daemon in daemons:
-            folder = daemon.folder(named["step"])
-            wait_until(lambda folder=folder: list(folder.glob("node-*.json")), "the part of each node")
-            assert [json.loads(path.read_text())["milestone"] for path in folder.glob("node-*.json")] == ["best"]
+            pattern = f"run/{named['step']:012d}-g*/node-*.json"
+            wait_until(lambda: list((daemon.root / "hot").glob(pattern)), "the part of each node")  # noqa: B023
+            files = (daemon.root / "hot").glob(pattern)
+            assert [json.loads(path.read_text())["milestone"] for path in files] == ["best"]
         assert daemons[node].tierd("stop", "--run", "run", "--wait", "30").returncode in (0, 75)
         assert stopped(trainers) >= 1
 

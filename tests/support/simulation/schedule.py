@@ -53,6 +53,11 @@ class Schedule:
     is_slow: bool
     events: list[Event] = field(default_factory=list[Event])
 
+    @property
+    def snapshots(self) -> float:
+        """About how many the ranks take: what the simulation costs grows with it."""
+        return sum(event.after_s for event in self.events) * sum(job.world_size / job.interval_s for job in self.jobs)
+
     def without(self, first: int, count: int) -> Schedule:
         """The same without some events. Later ones keep their times."""
         left, removed = list(self.events), self.events[first : first + count]

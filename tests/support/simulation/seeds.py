@@ -3,6 +3,7 @@
     python -m tests.support.simulation.seeds 13                  the trace of seed 13 and its outcome
     python -m tests.support.simulation.seeds 13 --shrink         the same with the shortest schedule that still fails
     python -m tests.support.simulation.seeds 0 --count 300       the outcome of each seed, as one JSON object a line
+    python -m tests.support.simulation.seeds 0 --count 400 --shortest 300   of the 300 with the fewest snapshots
     python -m tests.support.simulation.seeds 0 --nodes 16        seed 0 of the scenario "several nodes" with 16 of them
 
 The order of Python's sets depends on PYTHONHASHSEED, so each simulation runs in a process where it is 0.
@@ -32,7 +33,7 @@ from tests.support.simulation.schedule import (
 from tests.support.simulation.world import Outcome
 
 ROOT = Path(__file__).parents[3]
-BATCH = 300  # seeds of one process
+BATCH = 400  # seeds of one process
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
 
 
@@ -49,13 +50,15 @@ class SeedOutcome:
         return f"seed {self.seed} ({self.scenario}): {self.kind}: {self.message}"
 
 
-def run_seeds(first: int, count: int, *, scenario: str = "", nodes: int = 0, processes: int = 1) -> list[SeedOutcome]:
+def run_seeds(
+    first: int, count: int, *, scenario: str = "", nodes: int = 0, processes: int = 1, shortest: int = BATCH
+) -> list[SeedOutcome]:
     """The outcomes of `count` seeds. `scenario`: all of this one; empty: the seed decides. `nodes`: over so many nodes;
-    0: the seed decides."""
+    0: the seed decides. `shortest`: of each BATCH of seeds, only so many, with the fewest snapshots."""
 
     def run(begin: int) -> list[SeedOutcome]:
         size = min(BATCH, first + count - begin)
-        which = "--count", str(size), "--scenario", scenario, "--nodes", str(nodes)
+        which = "--count", str(size), "--scenario", scenario, "--nodes", str(nodes), "--shortest", str(shortest)
         printed = run_program(str(begin), *which)
         return [SeedOutcome(**json.loads(line)) for line in printed.splitlines()]
 
@@ -114,6 +117,7 @@ def main() -> None:
     parser.add_argument("--scenario", choices=["", *SCENARIOS], default="")
     parser.add_argument("--shrink", action="store_true")
     parser.add_argument("--nodes", type=int, default=0)
+    parser.add_argument("--shortest", type=int, default=BATCH)
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         command = [sys.executable, "-m", "tests.support.simulation.seeds", *sys.argv[1:]]
@@ -125,7 +129,8 @@ def main() -> None:
         return make_schedule(seed, options.scenario)
 
     if options.count:
-        _print_outcomes([make(seed) for seed in range(options.seed, options.seed + options.count)])
+        schedules = [make(seed) for seed in range(options.seed, options.seed + options.count)]
+        _print_outcomes(sorted(schedules, key=lambda schedule: schedule.snapshots)[: options.shortest])
         return
     schedule = make(options.seed)
     outcome = simulate(schedule)
