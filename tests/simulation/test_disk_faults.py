@@ -67,7 +67,7 @@ def run_faults(activity: str, faults: list[Fault], memory: Path) -> list[str]:
 
 @pytest.mark.parametrize("activity", ACTIVITIES)
 def test_no_error_of_a_call_breaks_a_promise(activity: str, memory: Path) -> None:
-    """Every second kind of call with one error, alternately once and for a while."""
+    """Kinds of calls with one error each, alternately once and for a while."""
     faults: list[Fault] = []
     for moment in list(moments(activity, memory))[:: SHORT_EVERY[activity]]:
         codes = [code for code, names in CALLS_OF.items() if moment.name in names]

@@ -51,14 +51,15 @@ class SeedOutcome:
 
 
 def run_seeds(
-    first: int, count: int, *, scenario: str = "", nodes: int = 0, processes: int = 1, shortest: int = BATCH
+    first: int, count: int, *, scenario: str = "", nodes: int = 0, processes: int = 1, shortest: int | None = None
 ) -> list[SeedOutcome]:
     """The outcomes of `count` seeds. `scenario`: all of this one; empty: the seed decides. `nodes`: over so many nodes;
-    0: the seed decides. `shortest`: of each BATCH of seeds, only so many, with the fewest snapshots."""
+    0: the seed decides. `shortest`: of each BATCH of seeds, only so many, with the fewest snapshots; None: all."""
 
     def run(begin: int) -> list[SeedOutcome]:
         size = min(BATCH, first + count - begin)
-        which = "--count", str(size), "--scenario", scenario, "--nodes", str(nodes), "--shortest", str(shortest)
+        which = ["--count", str(size), "--scenario", scenario, "--nodes", str(nodes)]
+        which += [] if shortest is None else ["--shortest", str(shortest)]
         printed = run_program(str(begin), *which)
         return [SeedOutcome(**json.loads(line)) for line in printed.splitlines()]
 
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--scenario", choices=["", *SCENARIOS], default="")
     parser.add_argument("--shrink", action="store_true")
     parser.add_argument("--nodes", type=int, default=0)
-    parser.add_argument("--shortest", type=int, default=BATCH)
+    parser.add_argument("--shortest", type=int)
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         command = [sys.executable, "-m", "tests.support.simulation.seeds", *sys.argv[1:]]
