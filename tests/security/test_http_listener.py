@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import socket
 import ssl
@@ -218,6 +219,22 @@ async def test_with_a_token_only_probes_are_answered_without_it(tmp_path: Path) 
         assert await client.status(metrics) == 401
         for given, status in with_token.items():
             raw = metrics.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer " + given + b"\r\n\r\n")
+            assert await client.status(raw) == status, given
+
+
+async def test_a_browser_asks_for_the_token_as_a_password(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret:\n")
+    async with served(config_of(tmp_path, token_file=str(tmp_path / "token"))) as server:
+        client = await server.connect()
+        metrics = GET.replace(b"/healthz", b"/metrics")
+        await client.send(metrics)
+        assert b'WWW-Authenticate: Bearer, Basic realm="tierd"' in await client.reader.readuntil(b"\r\n\r\n")
+        client = await server.connect()
+        statuses = {b":s3cret:": 200, b"on-call:s3cret:": 200, b"s3cret:": 401, b"s3cret::": 401, b"\xff:": 401}
+        headers = {b"Basic " + base64.b64encode(given): status for given, status in statuses.items()}
+        others = {b"basic OnMzY3JldDo=": 200, b"Basic %": 401, b"Basic": 401, b"Digest OnMzY3JldDo=": 401}
+        for given, status in (headers | others).items():
+            raw = metrics.replace(b"\r\n\r\n", b"\r\nAuthorization: " + given + b"\r\n\r\n")
             assert await client.status(raw) == status, given
 
 

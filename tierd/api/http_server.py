@@ -4,12 +4,13 @@ bounded: the number of connections, with a share of the open files that leaves t
 the bytes until a request is complete. Those in a TLS handshake count. When all connections are taken, the oldest one
 without a request in progress gives way. A request must name this machine in its Host header: a web page can point a
 name of its own at this address, but not make a browser send another name. With `listen.token_file` it must also have
-the token.
+the token: as a bearer token, or as the password of basic authentication, for which a browser asks its user.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import errno
 import hmac
 import ipaddress
@@ -120,19 +121,41 @@ class HttpServer:
         if not is_named(request.headers.get("Host", ""), self._hosts):
             hint = "use an IP address or localhost, or add the name to listen.hosts"
             return web.Response(status=421, text=f"this daemon has another name; {hint}\n")
-        if self._token and request.path not in PROBES and not has_token(request, self._token):
-            return no_token("a token is needed: listen.token_file\n")
+        if self._token and request.path not in PROBES and not self._has_token(request):
+            # The first scheme that a browser knows makes it ask for the password.
+            return no_token("a token is needed: listen.token_file\n", 'Bearer, Basic realm="tierd", charset="UTF-8"')
         return None
+
+    def _has_token(self, request: web.Request) -> bool:
+        return has_token(request, self._token) or _same(_password(request), self._token)
 
 
 def has_token(request: web.Request, token: str) -> bool:
     """Whether the request has this bearer token. Compares in constant time."""
-    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return _same(_credentials(request, "bearer"), token)
+
+
+def no_token(text: str, schemes: str = "Bearer") -> web.Response:
+    return web.Response(status=401, headers={"WWW-Authenticate": schemes}, text=text)
+
+
+def _same(given: str, token: str) -> bool:
     return hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode())
 
 
-def no_token(text: str) -> web.Response:
-    return web.Response(status=401, headers={"WWW-Authenticate": "Bearer"}, text=text)
+def _credentials(request: web.Request, scheme: str) -> str:
+    """What follows the scheme in the header `Authorization` (RFC 9110, section 11.6.2); empty if it has another one."""
+    given, _, credentials = request.headers.get("Authorization", "").partition(" ")
+    return credentials.strip() if given.lower() == scheme else ""
+
+
+def _password(request: web.Request) -> str:
+    """The password of basic authentication (RFC 7617), with any user name; empty if there is none."""
+    try:
+        user_and_password = base64.b64decode(_credentials(request, "basic"), validate=True).decode()
+    except ValueError:
+        return ""
+    return user_and_password.partition(":")[2]
 
 
 class _Bounded(asyncio.Protocol):
