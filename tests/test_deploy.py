@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -22,6 +23,7 @@ import msgspec
 import pytest
 import yaml
 
+from tests.support.cli import make_checkpoint
 from tests.support.daemon import serving
 from tests.support.waiting import DEADLINE_S
 from tierd.config import file as config_file
@@ -316,7 +318,8 @@ def test_both_run_as_one_ordinary_user_without_privileges() -> None:
 
 
 def test_grace_period_leaves_time_to_drain(tmp_path: Path) -> None:
-    assert pod()["terminationGracePeriodSeconds"] > pod_config(tmp_path).daemon.drain_timeout_s
+    daemon = pod_config(tmp_path).daemon
+    assert pod()["terminationGracePeriodSeconds"] > daemon.drain_timeout_s + daemon.drain_cold_s
 
 
 def test_memory_of_the_daemon_is_bounded_and_has_room() -> None:
@@ -395,6 +398,69 @@ def test_slurm_job_is_requeued_when_it_was_stopped_and_not_when_it_is_finished(t
         assert done.returncode == 0, done.stderr.decode()
         assert (said.read_text() if said.exists() else "") == expected
         said.unlink(missing_ok=True)
+
+
+# ── slurm-prolog.sh, slurm-epilog.sh ──
+
+# Does what the options say that matter here: the environment, the folder below /run, and to return when it is ready.
+SYSTEMD_RUN = """
+import os, socket, subprocess, sys
+options = [word.removeprefix("--").partition("=") for word in sys.argv[1:] if word.startswith("--")]
+command = [word for word in sys.argv[1:] if not word.startswith("--")]
+unit = next(value for name, _, value in options if name == "unit")
+environ = dict(value.split("=", 1) for name, _, value in options if name == "setenv")
+environ = {name: value.replace("/run/", os.environ["RUN"] + "/") for name, value in environ.items()}
+os.makedirs(f"{os.environ['RUN']}/{unit}", mode=0o700)
+ready = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+ready.bind(f"{os.environ['RUN']}/{unit}.notify")
+ready.settimeout(60)
+log = open(f"{os.environ['RUN']}/{unit}.log", "wb")
+command[0] = os.path.basename(command[0])
+environ = {**os.environ, **environ, "NOTIFY_SOCKET": ready.getsockname()}
+daemon = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
+open(f"{os.environ['RUN']}/{unit}.pid", "w").write(str(daemon.pid))
+while b"READY=1" not in ready.recv(1000):
+    pass
+"""
+SYSTEMCTL = """
+import os, signal, sys
+assert sys.argv[1] == "stop"
+pid = int(open(f"{os.environ['RUN']}/{sys.argv[2]}.pid").read())
+end = os.pidfd_open(pid)
+os.kill(pid, signal.SIGTERM)
+import select
+assert select.select([end], [], [], 60)[0]
+"""
+
+
+def test_slurm_epilog_brings_the_last_checkpoint_to_the_cold_tier(tmp_path: Path) -> None:
+    """Runs the scripts themselves, with scripts in place of systemd-run and systemctl."""
+    (tmp_path / "tierd.toml").write_text(
+        '[daemon]\nlisten = "127.0.0.1:0"\n[[cold]]\nname = "cold"\nurl = "file://cold"\n'
+    )
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, program in (("systemd-run", SYSTEMD_RUN), ("systemctl", SYSTEMCTL)):
+        (commands / name).write_text(f"#!{sys.executable}\n{program}")
+        (commands / name).chmod(0o755)
+    user = pwd.getpwuid(os.getuid()).pw_name
+    environ = {
+        **os.environ,
+        "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}",
+        "RUN": str(tmp_path),
+        "TIERD_CONFIG": str(tmp_path / "tierd.toml"),
+        "LOCAL_DISK": str(tmp_path / "local"),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_USER": user,
+    }
+    make_checkpoint(tmp_path / "local" / user, size_bytes=20_000_000)  # copied in the drain, or before
+    for script in ("slurm-prolog.sh", "slurm-epilog.sh"):
+        done = subprocess.run([DEPLOY / script], env=environ, capture_output=True, timeout=120, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+    log = (tmp_path / "tierd-7.log").read_text()
+    assert "SIGTERM: draining" in log
+    assert list((tmp_path / "cold").glob("run42/*/manifest.json")), log
 
 
 # ── slurm-nodes.sbatch ──

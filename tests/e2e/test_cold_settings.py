@@ -74,6 +74,29 @@ def test_reload_tries_at_once_what_waits_after_an_outage(tmp_path: Path) -> None
             assert "kill -HUP" not in daemon.tierd("status").stdout
 
 
+def test_drain_to_cold_ends_when_the_cold_tier_has_what_it_should(tmp_path: Path) -> None:
+    """As where the disk of hot is lost with the job."""
+    make_checkpoint(tmp_path / "hot", size_bytes=SHARD_BYTES)
+    drain = {"TIERD_DAEMON_DRAIN_COLD_S": "600"}
+    with bucket_server() as served, serving(tmp_path, more=cold(served, cap=MIB_S), environ=drain) as daemon:
+        wait_until(served.checkpoint_keys, "for the first shard")
+        daemon.signal(signal.SIGTERM)
+        daemon.wait_log("draining: cold lacks run42/000000000100-g0001")
+        reload(daemon, f"max_upload_mib_s = {MIB_S}", "max_upload_mib_s = 0.0")
+        assert daemon.wait_exit() == 0
+        assert any(key.endswith("manifest.json") for key in served.objects)
+        assert "drain_cold_s has passed" not in daemon.log
+
+
+def test_drain_to_cold_ends_in_time_and_names_what_only_hot_has(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "hot", size_bytes=SHARD_BYTES)
+    drain = {"TIERD_DAEMON_DRAIN_COLD_S": "0.5"}
+    with bucket_server() as served, serving(tmp_path, more=cold(served, cap=MIB_S), environ=drain) as daemon:
+        wait_until(served.checkpoint_keys, "for the first shard")
+        assert daemon.stop() == 0
+        assert "daemon.drain_cold_s has passed, and only hot has it: cold lacks run42/" in daemon.log
+
+
 def test_reload_names_keys_that_need_a_restart_and_ignores_an_invalid_file(tmp_path: Path) -> None:
     with bucket_server() as served, serving(tmp_path, more=cold(served)) as daemon:
         daemon.signal(signal.SIGHUP)

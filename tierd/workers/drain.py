@@ -1,13 +1,21 @@
-"""The end of a daemon: waits until every sealed snapshot is durable, in hot or in a cold tier."""
+"""The end of a daemon: waits until every sealed snapshot is durable, in hot or in a cold tier.
+
+With `daemon.drain_cold_s` it then waits until the cold tiers have what they should, because the disk of the hot tier
+may be lost with the job.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
 
+from tierd.catalog.decisions import waiting
 from tierd.context import DaemonContext
 from tierd.errors import Transient
+from tierd.format.ids import CheckpointId
+from tierd.format.layout import manifest_key
 from tierd.lifecycle.policy import HOT
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.workers.worker import Wake
@@ -23,6 +31,8 @@ async def drain(context: DaemonContext, persist: Callable[[], None], persist_end
     until ranks have sealed what they stage: a shutdown stops the trainers at the same time. Do not wait for a snapshot
     that hot has refused and that every cold tier has failed to take. Returns those that are not durable.
 
+    Then wait for the cold tiers, for `daemon.drain_cold_s` at most.
+
     `persist`: wakes the workers that write snapshots. `persist_ended`: is set after each attempt to write one to hot.
     """
     memory = context.memory
@@ -37,7 +47,48 @@ async def drain(context: DaemonContext, persist: Callable[[], None], persist_end
     ):
         persist()  # without backoff: there is little time left
         await persist_ended.take(POLL_S)
+    await _drain_to_cold(context)
     return memory.pending()
+
+
+async def _drain_to_cold(context: DaemonContext) -> None:
+    deadline_s = time.monotonic() + context.config.daemon.drain_cold_s
+    if not context.config.daemon.drain_cold_s or not (missing := _missing_in_cold(context)):
+        return
+    log.info("draining: %s", _listed(missing))
+    while missing and time.monotonic() < deadline_s:
+        await asyncio.sleep(POLL_S)
+        missing = _missing_in_cold(context)
+    if missing:
+        log.warning("daemon.drain_cold_s has passed, and only hot has it: %s", _listed(missing))
+
+
+def _missing_in_cold(context: DaemonContext) -> dict[str, list[CheckpointId]]:
+    """By cold tier: what it should have and does not, as far as this daemon can change that."""
+    catalog = context.catalog
+    return {
+        name: left
+        for name, checkpoints in waiting(catalog, context.config).items()
+        if (left := [each for each in checkpoints if _is_awaited(context, name, each)])
+    }
+
+
+def _is_awaited(context: DaemonContext, tier: str, checkpoint: CheckpointId) -> bool:
+    knowledge = context.catalog.tiers[tier]
+    if checkpoint in knowledge.unreadable or manifest_key(checkpoint) in knowledge.foreign:
+        return False  # a person must decide
+    if not context.catalog.is_part_sent(tier, checkpoint):
+        return True
+    # The parts of other nodes come when they come. The daemon of rank 0 commits the checkpoint then.
+    is_own = any(part.id == checkpoint for part in context.catalog.sent_parts(tier))
+    return is_own and context.is_home(checkpoint.run)
+
+
+def _listed(missing: dict[str, list[CheckpointId]]) -> str:
+    return "; ".join(
+        f"{tier} lacks {', '.join(map(str, checkpoints[:3]))}{' and others' if len(checkpoints) > 3 else ''}"
+        for tier, checkpoints in missing.items()
+    )
 
 
 def _is_hopeless(context: DaemonContext) -> bool:
