@@ -169,6 +169,15 @@ def test_many_lost_checkpoints_are_one_alarm_for_each_tier_and_run() -> None:
     assert "disappeared from dr" in of_dr.message
 
 
+@pytest.mark.parametrize("is_bucket", [True, False])
+def test_a_bucket_that_does_not_answer_is_named_once_though_copies_fail_too(is_bucket: bool) -> None:
+    url = "s3://bucket/prefix" if is_bucket else "file:///mnt/cold"
+    tier = TierReport(name="cold", url=url, is_known=False, error="403")
+    found = msgspec.structs.replace(failed("replicate", "transient"), tiers=[HOT, tier])
+    expected = ["TierdColdRequestsFail"] if is_bucket else ["TierdHalted", "TierdColdRequestsFail"]
+    assert [alarm.alert for alarm in alarms(found, NOW)] == expected
+
+
 def test_critical_alarms_come_first() -> None:
     wrong = status(lost=[LostReplica(run="gpt", step=1, generation=1, tier="cold")], halted=["unreadable_manifest: x"])
     assert [alarm.severity for alarm in alarms(wrong, NOW)] == [Severity.CRITICAL, Severity.WARNING]

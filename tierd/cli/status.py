@@ -24,6 +24,7 @@ from tierd.cli.roster_table import print_roster
 from tierd.errors import DaemonUnreachable, TierdError
 from tierd.format.ids import Run
 from tierd.format.node_file import ranks_text
+from tierd.format.text import counted
 from tierd.lifecycle.policy import HOT
 from tierd.status.alarm import Severity
 from tierd.status.alarm_rules import alarms
@@ -41,7 +42,7 @@ from tierd.status.report import (
     sources_of,
     tier_report,
 )
-from tierd.status.work_at_risk import RiskReport, work_at_risk
+from tierd.status.work_at_risk import RiskReport, nothing_left, work_at_risk
 
 RUNBOOK = "docs/RUNBOOK.md"
 UNKNOWN = 3
@@ -97,7 +98,7 @@ def _print_check(report: StatusReport) -> None:
     for alarm in report.alarms:
         print_result(f"{alarm.severity.upper()}: {alarm.message} ({RUNBOOK}#{alarm.runbook})")
     if not report.alarms:
-        print_result(f"OK: {len(report.runs)} runs, {len(report.tiers)} tiers")
+        print_result(f"OK: {counted(len(report.runs), 'run')}, {counted(len(report.tiers), 'tier')}")
 
 
 async def _list(settings: Settings) -> StatusReport:
@@ -174,9 +175,8 @@ def _print(report: StatusReport, settings: Settings) -> None:
         _print_sidecars(report.sidecars)
     for tier in report.tiers:
         if tier.to_reap:
-            print_result(
-                f"left to `tierd reap`: {tier.to_reap} checkpoints in {tier.name}, where this daemon deletes nothing"
-            )
+            left = counted(tier.to_reap, "checkpoint")
+            print_result(f"left to `tierd reap`: {left} in {tier.name}, where this daemon deletes nothing")
     if slots := [f"{count} {state}" for state, count in sorted(report.slots.items()) if count]:
         print_result("slots: " + ", ".join(slots))
     named = " ".join([*(alarm.message for alarm in report.alarms), *_watch_problems(report)])
@@ -204,7 +204,7 @@ def _print_watch(watch: WatchReport) -> None:
 
 def _print_sidecars(sidecars: SidecarReport) -> None:
     behind = f"; the oldest change waits {duration(sidecars.behind_s)}" if sidecars.behind_s else ""
-    about = f"{sidecars.files} files, {size(sidecars.size_bytes)}"
+    about = f"{counted(sidecars.files, 'file')}, {size(sidecars.size_bytes)}"
     print_result(f"sidecar files in {sidecars.path} for {sidecars.run}: {about}{behind}")
     for problem in sidecars.problems:
         print_result(f"  NOT COPIED: {problem}")
@@ -254,9 +254,11 @@ def _print_queue(queue: QueueReport) -> None:
         print_result("; ".join(parts))
     if replaced := queue.given_up.get("replaced"):
         takes = "" if queue.copy_s is None else f", a copy takes {duration(queue.copy_s)}"
-        print_result(f"{replaced} checkpoints were replaced by newer ones before their copy to {queue.tier}{takes}")
+        which = counted(replaced, "checkpoint was", "checkpoints were")
+        print_result(f"{which} replaced by newer ones before a copy to {queue.tier}{takes}")
     if no_space := queue.given_up.get("no_space"):
-        print_result(f"GIVEN UP: {no_space} checkpoints were deleted before {queue.tier} had them: hot had no room")
+        which = counted(no_space, "checkpoint was", "checkpoints were")
+        print_result(f"GIVEN UP: {which} deleted before a copy to {queue.tier}: hot had no room")
 
 
 def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None:
@@ -303,9 +305,7 @@ def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None
 
 def _risk(risk: RiskReport, *, on_hot_disk: bool) -> str:
     if risk.tier is None:
-        which = "second cold tier" if risk.lost == "region" else "cold tier"
-        which += " off hot's disk" if on_hot_disk else ""
-        return f"all work is lost: no {which} has a checkpoint"
+        return f"all work is lost: {nothing_left(risk.lost, on_hot_disk=on_hot_disk)}"
     work = [f"{risk.steps} step{'' if risk.steps == 1 else 's'}"] if risk.steps is not None else []
     work += [] if risk.seconds is None else [duration(risk.seconds)]
     work += [] if not risk.gpu_seconds else [f"{duration(risk.gpu_seconds)} of GPU time"]

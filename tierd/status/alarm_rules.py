@@ -14,7 +14,7 @@ from datetime import datetime
 from msgspec import UNSET
 
 from tierd.format.node_file import ranks_text
-from tierd.format.text import duration, size
+from tierd.format.text import counted, duration, size
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
 from tierd.status.alarm import Alarm, Severity
 from tierd.status.folder_reports import SidecarReport, WatchReport
@@ -31,6 +31,7 @@ COLD_LATE_S = 3600.0
 SIDECAR_LATE_S = 600.0
 COMMIT_STALLED_S = 1800.0
 PEER_LATE_S = 900.0
+_REQUESTS_FAIL = "TierdColdRequestsFail"
 _PASSING = ("transient", "tier_unreachable")
 LISTED_LOST = 3
 ROOM_CHECKPOINTS = 2  # hot needs room for as many more
@@ -65,12 +66,18 @@ _STALE = "TierdStaleSnapshots", CRITICAL, "stale-snapshots", "tierd ls"
 def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
     """Critical ones first."""
     recent = [each for each in status.failures if _age_s(each, now) < RECENT_S and not _is_over(each, status, now)]
+    of_tiers = {tier.name: list(_of_tier(tier)) for tier in status.tiers}
+    failing = [name for name, named in of_tiers.items() if any(each.alert == _REQUESTS_FAIL for each in named)]
     found = [
         *_of_daemon(status),
         *_of_failures(status, recent),
         *_of_hot(status, recent),
-        *(alarm for tier in status.tiers for alarm in _of_tier(tier)),
-        *(alarm for queue in status.queues for alarm in _of_queue(queue, recent, now)),
+        *(alarm for named in of_tiers.values() for alarm in named),
+        *(
+            alarm
+            for queue in status.queues
+            for alarm in _of_queue(queue, recent, now, is_named=queue.tier in failing)
+        ),
         *(alarm for watch in status.watches for alarm in _of_watch(watch)),
         *(_of_sidecars(status.sidecars) if status.sidecars is not None else ()),
         *_of_halts(status),
@@ -161,25 +168,29 @@ def _of_tier(tier: TierReport) -> Iterator[Alarm]:
         if tier.name == "hot" or not tier.url.startswith("s3://"):
             yield _alarm("TierdHalted", WARNING, what, "tier-unreachable", f"tierd doctor --tier {tier.name}")
         else:
-            yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", f"tierd doctor --tier {tier.name}")
+            yield _alarm(_REQUESTS_FAIL, WARNING, what, "cold-unreachable", f"tierd doctor --tier {tier.name}")
 
 
-def _of_queue(queue: QueueReport, recent: list[FailureReport], now: datetime) -> Iterator[Alarm]:
+def _of_queue(
+    queue: QueueReport, recent: list[FailureReport], now: datetime, *, is_named: bool
+) -> Iterator[Alarm]:
     if queue.tier == "hot":
         return
     replaced_s = queue.given_up_age_s.get("replaced", math.inf)
     if replaced_s < GIVEN_UP_RECENT_S and queue.checkpoints:  # else it has caught up
         takes = "" if queue.copy_s is None else f"; a copy takes {duration(queue.copy_s)}"
-        what = f"{queue.tier} DOES NOT KEEP UP: {queue.given_up['replaced']} checkpoints were replaced before a copy"
+        which = counted(queue.given_up["replaced"], "checkpoint was", "checkpoints were")
+        what = f"{queue.tier} DOES NOT KEEP UP: {which} replaced before a copy"
         yield _alarm("TierdColdTooSlow", WARNING, what + takes, "cold-too-slow", "tierd status --json")
     if not queue.checkpoints:
         return
     copied_s = math.inf if queue.last_copy_age_s is None else queue.last_copy_age_s
     passing = [each for each in recent if each.stage == "replicate" and each.kind in _PASSING]
-    if fails := [each for each in passing if _age_s(each, now) < copied_s]:
+    fails = [each for each in passing if _age_s(each, now) < copied_s]
+    if fails and not is_named:
         what = f"copies to {queue.tier} fail: {fails[0].message}"
         command = f"tierd doctor --tier {queue.tier}"
-        yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", command)
+        yield _alarm(_REQUESTS_FAIL, WARNING, what, "cold-unreachable", command)
     waiting = f"{queue.checkpoints} wait for {queue.tier}"
     command = f"tierd doctor --tier {queue.tier}"
     if queue.oldest_age_s > COLD_LATE_S:

@@ -18,6 +18,7 @@ from tierd.lifecycle.selection import MEMORY
 from tierd.status.checkpoint_report import CheckpointReport, CheckpointRow
 from tierd.status.lifecycle_report import PlannedAction
 from tierd.status.report import RunReport, StatusReport
+from tierd.status.work_at_risk import nothing_left
 from tierd.web.timeline import LABEL_PX, LANE_PX, PLOT_PX, Timeline, timeline
 
 # Read here, at the import: the event loop must not wait for a disk.
@@ -106,6 +107,11 @@ def tier_names(status: StatusReport) -> list[str]:
     return [MEMORY, *(tier.name for tier in status.tiers)]
 
 
+def on_hot_disk(status: StatusReport) -> list[str]:
+    """The cold tiers that are lost with hot's disk."""
+    return [tier.name for tier in status.tiers if tier.is_on_hot_disk]
+
+
 def _commands(report: CheckpointReport) -> list[tuple[str, str]]:
     """(what it does, the command to copy)"""
     manifest = report.manifest
@@ -139,6 +145,8 @@ def _environment() -> jinja2.Environment:
         "LANE_PX": LANE_PX,
         "PLOT_PX": PLOT_PX,
         "tier_names": tier_names,
+        "on_hot_disk": on_hot_disk,
+        "nothing_left": nothing_left,
         "height_of": height_of,
     }
     return environment
