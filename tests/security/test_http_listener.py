@@ -293,7 +293,7 @@ def test_a_warning_that_is_repeated_word_for_word_is_one_line_of_each_period(tem
     assert [passed(limit, template, *values) for _ in range(3)] == [[], [], []]
     assert passed(limit, "another") == ["another"]
     now_s = PERIOD_S + 2.0
-    assert passed(limit, template, *values) == [f"{line} (in the 12 s before it, this line was left out 3 times)"]
+    assert passed(limit, template, *values) == [f"{line} (in the 12 s before it, it was left out 3 times)"]
     now_s = 3 * PERIOD_S
     assert passed(limit, template, *values) == [line], "nothing was left out since"
 

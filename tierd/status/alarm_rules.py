@@ -73,11 +73,7 @@ def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
         *_of_failures(status, recent),
         *_of_hot(status, recent),
         *(alarm for named in of_tiers.values() for alarm in named),
-        *(
-            alarm
-            for queue in status.queues
-            for alarm in _of_queue(queue, recent, now, is_named=queue.tier in failing)
-        ),
+        *(alarm for queue in status.queues for alarm in _of_queue(queue, recent, now, is_named=queue.tier in failing)),
         *(alarm for watch in status.watches for alarm in _of_watch(watch)),
         *(_of_sidecars(status.sidecars) if status.sidecars is not None else ()),
         *_of_halts(status),
@@ -171,9 +167,7 @@ def _of_tier(tier: TierReport) -> Iterator[Alarm]:
             yield _alarm(_REQUESTS_FAIL, WARNING, what, "cold-unreachable", f"tierd doctor --tier {tier.name}")
 
 
-def _of_queue(
-    queue: QueueReport, recent: list[FailureReport], now: datetime, *, is_named: bool
-) -> Iterator[Alarm]:
+def _of_queue(queue: QueueReport, recent: list[FailureReport], now: datetime, *, is_named: bool) -> Iterator[Alarm]:
     if queue.tier == "hot":
         return
     replaced_s = queue.given_up_age_s.get("replaced", math.inf)

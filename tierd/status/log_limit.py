@@ -49,7 +49,7 @@ class LogLimit(logging.Filter):
             lines.count += 1
             return True
         if lines is not None and lines.count:
-            _append(record, "in the %.0f s before it, this line was left out %d times", now_s - lines.began_s, lines.count)
+            _append(record, "in the %.0f s before it, it was left out %d times", now_s - lines.began_s, lines.count)
         self._warnings.pop(text, None)
         self._warnings[text] = _Lines(now_s)
         if len(self._warnings) > REPEATED_MAX:
