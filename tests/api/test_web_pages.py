@@ -69,7 +69,7 @@ async def test_a_cold_tier_on_the_disk_of_hot_is_named_where_work_is_at_risk(hou
     await with_history(house)
     shown = await page(house, "/")
     assert "cold, on hot's disk" in shown.text
-    assert "the node from nothing: no cold tier off hot's disk has a checkpoint all" in shown.text
+    assert "Lost with the node: cold, on hot's disk." in shown.text
     assert "pid 42" in shown.text
 
 

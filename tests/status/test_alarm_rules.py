@@ -10,7 +10,7 @@ import pytest
 
 from tests.test_grafana import rules
 from tierd.memory.progress import Pause
-from tierd.status.alarm import Severity
+from tierd.status.alarm import Alarm, Severity
 from tierd.status.alarm_rules import alarms
 from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.report import (
@@ -159,6 +159,21 @@ def test_checkpoint_with_nan_is_named_once_and_never_as_damaged_bytes() -> None:
 def test_a_daemon_that_is_stopped_is_continued_and_not_started_again() -> None:
     (alarm,) = alarms(status(pid=None, holder=HolderReport(pid=7, state="T")), NOW)
     assert (alarm.severity, alarm.command) == (Severity.CRITICAL, "kill -CONT 7")
+
+
+def test_silent_trainers_are_named_with_their_processes_and_one_that_is_stopped_is_continued() -> None:
+    def named(*processes: HolderReport) -> Alarm:
+        (alarm,) = alarms(of_run(pause=Pause(31.0, 30.0), processes=list(processes)), NOW)
+        return alarm
+
+    assert named().command == "py-spy dump --pid PID", "of another container"
+    asleep, stopped = HolderReport(pid=7, state="S"), HolderReport(pid=8, state="T")
+    assert named(asleep).command == "py-spy dump --pid 7"
+    both = named(asleep, stopped)
+    assert both.command == "kill -CONT 8"
+    assert both.message.endswith("; process 8 is stopped, by SIGSTOP or a debugger")
+    waits = named(HolderReport(pid=9, state="D"))
+    assert (waits.command, "process 9 waits for a disk or a driver" in waits.message) == ("ps -o stat,wchan -p 9", True)
 
 
 def test_many_lost_checkpoints_are_one_alarm_for_each_tier_and_run() -> None:

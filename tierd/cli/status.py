@@ -42,7 +42,7 @@ from tierd.status.report import (
     sources_of,
     tier_report,
 )
-from tierd.status.work_at_risk import RiskReport, nothing_left, work_at_risk
+from tierd.status.work_at_risk import RiskReport, work_at_risk
 
 RUNBOOK = "docs/RUNBOOK.md"
 UNKNOWN = 3
@@ -305,7 +305,9 @@ def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None
 
 def _risk(risk: RiskReport, *, on_hot_disk: bool) -> str:
     if risk.tier is None:
-        return f"all work is lost: {nothing_left(risk.lost, on_hot_disk=on_hot_disk)}"
+        which = "second cold tier" if risk.lost == "region" else "cold tier"
+        which += " off hot's disk" if on_hot_disk else ""
+        return f"all work is lost: no {which} has a checkpoint"
     work = [f"{risk.steps} step{'' if risk.steps == 1 else 's'}"] if risk.steps is not None else []
     work += [] if risk.seconds is None else [duration(risk.seconds)]
     work += [] if not risk.gpu_seconds else [f"{duration(risk.gpu_seconds)} of GPU time"]

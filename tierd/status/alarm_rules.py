@@ -18,7 +18,7 @@ from tierd.format.text import counted, duration, size
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
 from tierd.status.alarm import Alarm, Severity
 from tierd.status.folder_reports import SidecarReport, WatchReport
-from tierd.status.report import FailureReport, QueueReport, RunReport, StatusReport, TierReport, age_s
+from tierd.status.report import FailureReport, HolderReport, QueueReport, RunReport, StatusReport, TierReport, age_s
 
 CRITICAL, WARNING = Severity.CRITICAL, Severity.WARNING
 
@@ -34,6 +34,7 @@ PEER_LATE_S = 900.0
 _REQUESTS_FAIL = "TierdColdRequestsFail"
 _PASSING = ("transient", "tier_unreachable")
 LISTED_LOST = 3
+PIDS_MAX = 8  # in a sentence: the ranks of a node
 ROOM_CHECKPOINTS = 2  # hot needs room for as many more
 
 _HALTS = {  # by the reason: the alert, and the runbook's section
@@ -230,7 +231,8 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
         yield _alarm("TierdRunEnded", WARNING, what, "run-ended", f"tierd ls --run {name}")
     if run.pause is not None and run.pause.is_too_long:
         what = f"{name} is silent: its trainers are attached and gave no sign for {duration(run.pause.seconds)}"
-        yield _alarm("TierdRunSilent", WARNING, what, "run-silent", "py-spy dump --pid PID")
+        why, command = _why_silent(run.processes)
+        yield _alarm("TierdRunSilent", WARNING, what + why, "run-silent", command)
     hot = run.tiers.get("hot")
     if run.state == "running" and hot is not None and hot.age_s is not None and hot.age_s > NO_CHECKPOINT_S:
         what = f"{name} trains and has committed nothing for {duration(hot.age_s)}"
@@ -245,6 +247,18 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
         yield _alarm("TierdUnhealthy", CRITICAL, what, "unhealthy-checkpoint", command)
     if run.nodes is not UNSET:
         yield from _of_nodes(run)
+
+
+def _why_silent(processes: list[HolderReport]) -> tuple[str, str]:
+    """What its processes wait for, if that is known, and the command."""
+    stopped = [each.pid for each in processes if each.is_stopped]
+    waiting = [each.pid for each in processes if each.state == "D"]
+    shown = " ".join(map(str, (stopped or waiting)[:PIDS_MAX]))
+    if stopped:
+        return f"; process {shown} is stopped, by SIGSTOP or a debugger", f"kill -CONT {shown}"
+    if waiting:
+        return f"; process {shown} waits for a disk or a driver", f"ps -o stat,wchan -p {shown.replace(' ', ',')}"
+    return "", f"py-spy dump --pid {processes[0].pid if processes else 'PID'}"
 
 
 def _is_unhealthy(run: RunReport) -> bool:

@@ -81,13 +81,6 @@ def work_at_risk(
     return [risk(lost, tiers) for lost, tiers in survivors.items()]
 
 
-def nothing_left(lost: str, *, on_hot_disk: bool) -> str:
-    """Why a restart could begin nowhere. `on_hot_disk`: there is a cold tier that is lost with hot's disk."""
-    which = "second cold tier" if lost == "region" else "cold tier"
-    where = " off hot's disk" if on_hot_disk else ""
-    return f"no {which}{where} has a checkpoint"
-
-
 def _best(sources: Mapping[str, Source], tiers: Collection[str]) -> str | None:
     """The tier with the newest checkpoint; the first of several."""
     return max(tiers, key=lambda tier: sources[tier][:2], default=None)

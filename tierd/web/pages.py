@@ -18,7 +18,6 @@ from tierd.lifecycle.selection import MEMORY
 from tierd.status.checkpoint_report import CheckpointReport, CheckpointRow
 from tierd.status.lifecycle_report import PlannedAction
 from tierd.status.report import RunReport, StatusReport
-from tierd.status.work_at_risk import nothing_left
 from tierd.web.timeline import LABEL_PX, LANE_PX, PLOT_PX, Timeline, timeline
 
 # Read here, at the import: the event loop must not wait for a disk.
@@ -146,7 +145,6 @@ def _environment() -> jinja2.Environment:
         "PLOT_PX": PLOT_PX,
         "tier_names": tier_names,
         "on_hot_disk": on_hot_disk,
-        "nothing_left": nothing_left,
         "height_of": height_of,
     }
     return environment
