@@ -26,6 +26,7 @@ from tierd.status.report import (
     StatusReport,
     TierReport,
 )
+from tierd.status.work_at_risk import RiskReport
 
 NOW = datetime(2025, 1, 1, 12, tzinfo=UTC)
 HOT = TierReport(name="hot", url="file:///nvme", is_known=True, checkpoints=2, used_bytes=20, free_bytes=1000)
@@ -161,6 +162,14 @@ def test_a_daemon_that_is_stopped_is_continued_and_not_started_again() -> None:
     assert (alarm.severity, alarm.command) == (Severity.CRITICAL, "kill -CONT 7")
 
 
+@pytest.mark.parametrize("state", ["lost", "failed", "halted"])
+def test_a_run_that_has_ended_is_named_with_where_a_restart_begins(state: str) -> None:
+    risk = RiskReport(lost="trainers", tier="hot", step=160)
+    (alarm,) = alarms(of_run(state=state, reason="x", ended_age_s=9.0, at_risk=[risk]), NOW)
+    assert ("The same command continues at step 160, from hot" in alarm.message) == (state != "halted")
+    assert ("oom-kill" in alarm.command) == (state == "lost")
+
+
 def test_silent_trainers_are_named_with_their_processes_and_one_that_is_stopped_is_continued() -> None:
     def named(*processes: HolderReport) -> Alarm:
         (alarm,) = alarms(of_run(pause=Pause(31.0, 30.0), processes=list(processes)), NOW)
@@ -191,6 +200,22 @@ def test_a_bucket_that_does_not_answer_is_named_once_though_copies_fail_too(is_b
     found = msgspec.structs.replace(failed("replicate", "transient"), tiers=[HOT, tier])
     expected = ["TierdColdRequestsFail"] if is_bucket else ["TierdHalted", "TierdColdRequestsFail"]
     assert [alarm.alert for alarm in alarms(found, NOW)] == expected
+
+
+def test_a_tier_is_not_called_unreachable_before_its_first_listing_could_end() -> None:
+    tier = TierReport(name="cold", url="s3://b/p", is_known=False, error="not listed yet")
+    assert alarms(status(uptime_s=13.0, tiers=[HOT, tier]), NOW) == []
+    (alarm,) = alarms(status(uptime_s=61.0, tiers=[HOT, tier]), NOW)
+    assert alarm.message.startswith("cold has not answered since the daemon's start")
+
+
+@pytest.mark.parametrize(
+    ("message", "command"), [("write x in file:///nvme: no space", "df -h /nvme"), ("write x: no space", "df -h")]
+)
+def test_a_full_disk_is_named_in_the_command_if_it_is_that_of_a_tier(message: str, command: str) -> None:
+    failure = msgspec.structs.replace(failed("persist", "full").failures[0], message=message)
+    alarm = alarms(status(failures=[failure]), NOW)[0]
+    assert (alarm.alert, alarm.command) == ("TierdDiskFull", command)
 
 
 def test_critical_alarms_come_first() -> None:

@@ -16,6 +16,7 @@ from msgspec import UNSET
 from tierd import __version__
 from tierd.catalog.catalog import Catalog
 from tierd.catalog.decisions import halted, to_reap
+from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
@@ -230,6 +231,8 @@ def _watch_problems(report: StatusReport) -> list[str]:
 
 def _place_problem(tier: TierReport, error: str) -> str:
     """Without the hint where the tier cannot be reached: that is below its alarm."""
+    if error == NOT_LISTED_YET:
+        return error
     return f"note: {error}" if tier.is_known else f"NOT REACHABLE: {error.partition(' (hint: ')[0]}"
 
 

@@ -13,6 +13,7 @@ from datetime import datetime
 
 from msgspec import UNSET
 
+from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.format.node_file import ranks_text
 from tierd.format.text import counted, duration, size
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
@@ -34,6 +35,7 @@ PEER_LATE_S = 900.0
 _REQUESTS_FAIL = "TierdColdRequestsFail"
 _PASSING = ("transient", "tier_unreachable")
 LISTED_LOST = 3
+STARTS_S = 60.0  # so long the first listing of a tier may take
 PIDS_MAX = 8  # in a sentence: the ranks of a node
 ROOM_CHECKPOINTS = 2  # hot needs room for as many more
 
@@ -67,7 +69,8 @@ _STALE = "TierdStaleSnapshots", CRITICAL, "stale-snapshots", "tierd ls"
 def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
     """Critical ones first."""
     recent = [each for each in status.failures if _age_s(each, now) < RECENT_S and not _is_over(each, status, now)]
-    of_tiers = {tier.name: list(_of_tier(tier)) for tier in status.tiers}
+    is_starting = status.uptime_s is not None and status.uptime_s < STARTS_S
+    of_tiers = {tier.name: list(_of_tier(tier)) for tier in status.tiers if not (is_starting and _is_not_listed(tier))}
     failing = [name for name, named in of_tiers.items() if any(each.alert == _REQUESTS_FAIL for each in named)]
     found = [
         *_of_daemon(status),
@@ -128,6 +131,8 @@ def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[
         is_pinning = failure.kind == "full" and failure.stage == "stage"  # memory could not be page-locked
         if alert and not is_pinning and alert not in seen:
             seen.add(alert)
+            if command == "df -h":
+                command = _df(status, failure)
             yield _alarm(alert, Severity(severity), f"{failure.stage}: {failure.message}", runbook, command)
     for run, tier in dict.fromkeys((lost.run, lost.tier) for lost in status.lost):
         ids = [str(lost.id) for lost in status.lost if (lost.run, lost.tier) == (run, tier)]
@@ -137,6 +142,13 @@ def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[
     for sentence in status.foreign:
         command = "tierd log --audit --since 24h"
         yield _alarm("TierdForeignCheckpoints", CRITICAL, f"FOREIGN: {sentence}", "foreign-checkpoints", command)
+
+
+def _df(status: StatusReport, failure: FailureReport) -> str:
+    """Of the tier that is full, if the failure names it."""
+    paths = [tier.url.removeprefix("file://") for tier in status.tiers if tier.url.startswith("file://")]
+    named = [path for path in paths if path in failure.message]
+    return f"df -h {shlex.quote(named[0])}" if named else "df -h"
 
 
 def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm]:
@@ -159,9 +171,14 @@ def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm
             yield _alarm("TierdDiskAlmostFull", WARNING, what, "disk-full", "tierd lifecycle --explain")
 
 
+def _is_not_listed(tier: TierReport) -> bool:
+    return tier.error == NOT_LISTED_YET and not tier.is_known
+
+
 def _of_tier(tier: TierReport) -> Iterator[Alarm]:
     if tier.error and not tier.is_known:
-        what = f"{tier.name} is NOT REACHABLE, so nothing that depends on it is deleted: {tier.error}"
+        how = "has not answered since the daemon's start" if _is_not_listed(tier) else "is NOT REACHABLE"
+        what = f"{tier.name} {how}, so nothing that depends on it is deleted: {tier.error}"
         if tier.name == "hot" or not tier.url.startswith("s3://"):
             yield _alarm("TierdHalted", WARNING, what, "tier-unreachable", f"tierd doctor --tier {tier.name}")
         else:
@@ -227,8 +244,9 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
     name = run.run
     if run.state in ENDED_BADLY and (run.ended_age_s or 0.0) < ENDED_RECENT_S:
         reason = f": {run.reason}" if run.reason else ""
-        what = f"{name} does not train: its trainers are {run.state}{reason}"
-        yield _alarm("TierdRunEnded", WARNING, what, "run-ended", f"tierd ls --run {name}")
+        what = f"{name} does not train: its trainers are {run.state}{reason}{_restart(run)}"
+        command = "dmesg -T | grep -i oom-kill" if run.state == "lost" else f"tierd ls --run {name}"
+        yield _alarm("TierdRunEnded", WARNING, what, "run-ended", command)
     if run.pause is not None and run.pause.is_too_long:
         what = f"{name} is silent: its trainers are attached and gave no sign for {duration(run.pause.seconds)}"
         why, command = _why_silent(run.processes)
@@ -247,6 +265,14 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
         yield _alarm("TierdUnhealthy", CRITICAL, what, "unhealthy-checkpoint", command)
     if run.nodes is not UNSET:
         yield from _of_nodes(run)
+
+
+def _restart(run: RunReport) -> str:
+    """Where a restart would begin. After a halt, a person decides first."""
+    begins = next((risk for risk in run.at_risk if risk.lost == "trainers" and risk.tier is not None), None)
+    if begins is None or run.state == "halted":
+        return ""
+    return f". The same command continues at step {begins.step}, from {begins.tier}"
 
 
 def _why_silent(processes: list[HolderReport]) -> tuple[str, str]:
