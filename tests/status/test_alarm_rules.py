@@ -122,6 +122,7 @@ RIGHT = [
     failed("wire", "full", at="2025-01-01T11:40:00+00:00"),
     failed("stage", "full"),  # memory that could not be page-locked
     msgspec.structs.replace(failed("persist", "full"), runs=[TRAINS], queues=[]),  # five minutes ago
+    msgspec.structs.replace(failed("audit", "full"), runs=[TRAINS], queues=[]),  # on the same disk
     msgspec.structs.replace(failed("replicate", "transient"), queues=[copied(checkpoints=1)]),
     status(queues=[copied(checkpoints=0, given_up={"replaced": 3}, given_up_age_s={"replaced": 9.0})]),
     status(watches=[watched(notes=["it is not there"])]),

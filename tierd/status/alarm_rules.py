@@ -92,7 +92,7 @@ def _age_s(failure: FailureReport, now: datetime) -> float:
 
 def _is_over(failure: FailureReport, status: StatusReport, now: datetime) -> bool:
     """Hot had no space, and has taken a later snapshot since."""
-    if (failure.stage, failure.kind) != ("persist", "full"):
+    if failure.stage not in ("persist", "audit") or failure.kind != "full":
         return False
     parts = [run.nodes.parts.get("hot") for run in status.runs if run.nodes is not UNSET]
     newest = [run.tiers.get("hot") for run in status.runs]
