@@ -241,14 +241,11 @@ def test_schema_check_rejects_an_unknown_key() -> None:
 
 def test_job_fails_at_once_when_the_trainer_halts_and_ignores_disruptions() -> None:
     """The API server refuses podFailurePolicy with another restartPolicy than Never; the schema does not."""
-    for name in ("kustomize/base/kubernetes.yaml", "kubernetes-two-users.yaml"):
-        (job,) = [one for one in yaml.safe_load_all((DEPLOY / name).read_text()) if one["kind"] == "Job"]
-        halt, disruption = job["spec"]["podFailurePolicy"]["rules"]
-        assert (halt["action"], halt["onExitCodes"]["values"]) == ("FailJob", [EXIT_HALTED])
-        inner = job["spec"]["template"]["spec"]
-        assert halt["onExitCodes"]["containerName"] in [one["name"] for one in inner["containers"]]
-        assert (disruption["action"], disruption["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
-        assert inner["restartPolicy"] == "Never"
+    halt, disruption = documents()["Job"]["spec"]["podFailurePolicy"]["rules"]
+    assert (halt["action"], halt["onExitCodes"]["values"]) == ("FailJob", [EXIT_HALTED])
+    assert halt["onExitCodes"]["containerName"] in [one["name"] for one in pod()["containers"]]
+    assert (disruption["action"], disruption["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    assert pod()["restartPolicy"] == "Never"
 
 
 def test_cache_of_the_image_is_on_a_volume_that_the_next_pod_mounts(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import msgspec
 import pytest
 import yaml
 
@@ -13,11 +14,14 @@ from tests.support import prometheus_rule
 from tests.support.daemon import serving
 from tests.support.kustomize import build_in_python, build_with_program, command, in_order
 from tierd.config import file as config_file
+from tierd.config import sections as config
 
 ROOT = Path(__file__).parents[1]
 KUSTOMIZE = ROOT / "deploy" / "kustomize"
 KUBERNETES = "1.33"
 CUSTOM = ("PodMonitor", "PrometheusRule")  # of the Prometheus Operator: no schema of Kubernetes has them
+
+BUILT = ("base", "example", "two-users")
 
 needs_program = pytest.mark.skipif(command() is None, reason="neither kustomize nor kubectl is installed")
 
@@ -37,14 +41,29 @@ def names_in_env(container: dict[str, Any]) -> set[str]:
     return {variable["name"] for variable in container["env"]}
 
 
+def changes(former: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]], kind: str) -> set[str]:
+    """The keys of the only container of that kind that differ."""
+    ((of_former,), (of_new,)) = (pod(documents)[kind] for documents in (former, new))
+    return {key for key in of_former.keys() | of_new.keys() if of_former.get(key) != of_new.get(key)}
+
+
+def configurations(tmp_path: Path, *several: dict[str, dict[str, Any]]) -> list[config.Config]:
+    """What the daemon reads in each pod."""
+    found: list[config.Config] = []
+    for documents in several:
+        (tmp_path / "tierd.toml").write_text(documents["ConfigMap"]["data"]["tierd.toml"])
+        found.append(config_file.load(environ={}, cwd=tmp_path))
+    return found
+
+
 @needs_program
-@pytest.mark.parametrize("name", ["base", "example"])
+@pytest.mark.parametrize("name", BUILT)
 def test_program_builds_what_these_tests_check(name: str) -> None:
     expected = {document["kind"]: document for document in build_with_program(KUSTOMIZE / name)}
     assert in_order(built(name)) == in_order(expected)
 
 
-@pytest.mark.parametrize("name", ["base", "example"])
+@pytest.mark.parametrize("name", BUILT)
 def test_every_object_fits_the_schema(name: str) -> None:
     documents = built(name)
     assert {"ConfigMap", "PersistentVolumeClaim", "Job"} <= documents.keys()
@@ -69,21 +88,30 @@ def test_example_changes_only_what_differs_between_installations() -> None:
         *("initContainers", "containers", "serviceAccountName")
     }
     assert base["Job"]["spec"]["podFailurePolicy"] == example["Job"]["spec"]["podFailurePolicy"]
-    for kind, expected in (("initContainers", {"image", "env"}), ("containers", {"image", "command", "resources"})):
-        ((former,), (changed,)) = (pod(documents)[kind] for documents in (base, example))
-        assert {key for key in changed if changed[key] != former.get(key)} == expected
+    assert changes(base, example, "initContainers") == {"image", "env"}
+    assert changes(base, example, "containers") == {"image", "command", "resources"}
+
+
+def test_two_users_change_only_who_runs_and_what_each_is_told(tmp_path: Path) -> None:
+    base, two_users = built("base"), built("two-users")
+    assert {key for key in pod(base) if pod(base)[key] != pod(two_users).get(key)} == {
+        *("initContainers", "containers", "serviceAccountName", "securityContext")
+    }
+    for kind in ("initContainers", "containers"):
+        assert changes(base, two_users, kind) == {"env", "securityContext"}
+    for kind in ("Job", "PersistentVolumeClaim"):
+        base[kind]["spec"].pop("template", None)
+        two_users[kind]["spec"].pop("template", None)
+        assert two_users[kind] == base[kind]
+    found = configurations(tmp_path, base, two_users)
+    assert found[1] == msgspec.structs.replace(found[0], security=found[1].security)
 
 
 def test_configuration_of_the_example_loads_and_fits_its_containers(tmp_path: Path) -> None:
-    base, example = built("base"), built("example")
-    found = {}
-    for name, documents in (("base", base), ("example", example)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "tierd.toml").write_text(documents["ConfigMap"]["data"]["tierd.toml"])
-        found[name] = config_file.load(environ={}, cwd=tmp_path / name)
-    assert found["example"].daemon == found["base"].daemon
-    assert found["example"].hot == found["base"].hot
-    assert found["example"].cold[0].region
+    base, example = configurations(tmp_path, built("base"), built("example"))
+    assert example.daemon == base.daemon
+    assert example.hot == base.hot
+    assert example.cold[0].region
 
 
 # ── the components ──

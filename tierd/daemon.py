@@ -171,7 +171,7 @@ class _Daemon:
         lag_s = copier.lag_s if copier is not None else lambda run: None
         self._peers = PeerParts(context, restorer, copy_lag_s=lag_s) if config.peers.listen else None
         self._operator = Operator(context, self._listers, pid=os.getpid(), peer_lag_s=lag_s, watchers=self._watchers)
-        self._operator.sidecars = self._sidecars
+        self._operator.sidecars, self._operator.processes = self._sidecars, self._door.processes
 
     def _make_workers(self) -> dict[str, Worker]:
         """By the name as in `_wakes`: the kind, then the tier where there is one per tier."""

@@ -11,6 +11,7 @@ import socket
 import stat
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 
 from tierd.access import others_can_write
 from tierd.errors import WrongUser
@@ -30,6 +31,15 @@ class Peer:
     pid: int
     uid: int
     gid: int
+
+
+def process_state(pid: int) -> str | None:
+    """As `ps` has it, such as "T"; None where there is no such process here."""
+    try:
+        # The name of the program, in parentheses, may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
 
 
 def peer_of(connected: socket.socket) -> Peer:

@@ -65,6 +65,14 @@ async def test_a_copy_in_progress_and_copies_that_were_given_up_are_shown(house:
     assert "1 replaced" in shown.text
 
 
+async def test_a_cold_tier_on_the_disk_of_hot_is_named_where_work_is_at_risk(house: House) -> None:
+    await with_history(house)
+    shown = await page(house, "/")
+    assert "cold, on hot's disk" in shown.text
+    assert "Lost with the node: cold, on hot's disk." in shown.text
+    assert "pid 42" in shown.text
+
+
 async def test_checkpoint_of_unknown_age_is_in_the_tables_and_not_in_the_picture(house: House) -> None:
     await with_history(house)
     entry = house.rooms.catalog.get(checkpoint_id(RUN, 7, 1))

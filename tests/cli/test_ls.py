@@ -390,9 +390,25 @@ def test_status_says_which_tier_does_not_keep_up_and_what_was_given_up(house: Ho
     assert status.stdout.splitlines()[-3:] == [
         "waiting for cold: 4, the oldest for 6 min 40 s; run42/000000000100-g0001 is being copied; "
         "last copy 1 min 5 s ago",
-        "5 checkpoints were replaced by newer ones before their copy to cold, a copy takes 6 min 0 s",
-        "GIVEN UP: 2 checkpoints were deleted before cold had them: hot had no room",
+        "5 checkpoints were replaced by newer ones before a copy to cold, a copy takes 6 min 0 s",
+        "GIVEN UP: 2 checkpoints were deleted before a copy to cold: hot had no room",
     ]
+
+
+def test_status_counts_one_thing_as_one(house: House) -> None:
+    queue = {"tier": "cold", "checkpoints": 0, "given_up": {"replaced": 1, "no_space": 1}}
+    tier = {"name": "cold", "url": "s3://bucket", "is_known": True, "to_reap": 1}
+    hot = {"name": "hot", "url": f"file://{house.hot}", "is_known": True}
+    facts = {"version": "0.1.0", "node": "n", "pid": 7, "uptime_s": 1.0, "is_ready": True}
+    runs = [{"run": "run42", "generation": 1}]
+    with answering(house, msgspec.json.encode({**facts, "runs": runs, "tiers": [hot, tier], "queues": [queue]})):
+        status, check = house.tierd("status"), house.tierd("status", "--check")
+    assert status.stdout.splitlines()[-3:] == [
+        "1 checkpoint was replaced by newer ones before a copy to cold",
+        "GIVEN UP: 1 checkpoint was deleted before a copy to cold: hot had no room",
+        "left to `tierd reap`: 1 checkpoint in cold, where this daemon deletes nothing",
+    ]
+    assert check.stdout == "OK: 1 run, 2 tiers\n"
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"version": 1}', b"null"])

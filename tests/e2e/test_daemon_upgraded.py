@@ -90,7 +90,8 @@ def test_refusal_is_logged_once_and_not_at_each_attempt(
 ) -> None:
     with of_protocol(tmp_path, AFTER_NEXT) as daemon:
         wait_refused(client)
-        wait_until(lambda: daemon.log.count("this daemon") >= 3, "further attempts")
+        refusals = 'tierd_failures_total{kind="bad_request",stage="wire"}'
+        wait_until(lambda: daemon.metric(refusals) >= 3, "further attempts")
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1
     assert "this daemon" in errors[0].getMessage()

@@ -180,7 +180,9 @@ def test_a_daemon_that_stops_waits_for_a_hot_disk_that_may_recover(tmp_path: Pat
         attach(peer)
         with read_only(hot):
             seal(peer, 0, 1)
-            wait_until(lambda: daemon.log.count("Read-only file system") >= 2, "two failed attempts")
+            daemon.wait_log("Read-only file system")
+            failures = 'tierd_failures_total{kind="tier_unreachable",stage="persist"}'
+            wait_until(lambda: daemon.metric(failures) >= 2, "two failed attempts")
             daemon.signal(signal.SIGTERM)
             daemon.wait_log("draining")
             time.sleep(3)  # many attempts

@@ -96,6 +96,7 @@ def test_trainer_silent(tmp_path: Path) -> None:
         stage.trainer.signal(signal.SIGSTOP)
         section = stage.assert_named("TierdRunSilent", "gave no sign for")
         pid = stage.trainer.pid
+        assert named(stage.daemon)["TierdRunSilent"]["command"] == f"kill -CONT {pid}"
         assert "T" in stage.run(section.command("ps -o stat,wchan -p PID", PID=pid)).stdout.splitlines()[1]
         assert stage.run(section.command("kill -CONT PID", PID=pid)).returncode == 0
         stage.save()

@@ -20,4 +20,6 @@ def test_a_diagnosis_as_text_names_the_first_tensors() -> None:
     assert str(Diagnosis(healthy=False, tensors=4, not_finite=tensors)) == (
         "4 tensors are not finite: model.a (1 NaN, 2 Inf), model.b (1 NaN, 2 Inf), model.c (1 NaN, 2 Inf) and 1 more"
     )
+    one = Diagnosis(healthy=False, tensors=1, not_finite=tensors[:1])
+    assert str(one) == "1 tensor is not finite: model.a (1 NaN, 2 Inf)"
     assert str(Diagnosis(healthy=True)) == "every number is finite"

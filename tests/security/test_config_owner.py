@@ -93,6 +93,21 @@ def test_a_daemon_of_the_wrong_user_or_without_the_group_does_not_start(tmp_path
         assert "this user is not in the group root of security.group" in other.call(refusal_of, group)
 
 
+@needs_root
+def test_root_does_not_start_the_daemon_in_a_hot_directory_of_another_user(tmp_path: Path) -> None:
+    """Its files would be of root, and the daemon of that user could not start there any more."""
+    (tmp_path / "tierd.toml").write_text('[hot]\npath = "hot"\n')
+    config = load(environ={}, cwd=tmp_path)
+    check_user(config)  # it is not there yet
+    (tmp_path / "hot").mkdir()
+    check_user(config)
+    os.chown(tmp_path / "hot", OTHER_UID, -1)
+    with pytest.raises(BadConfig, match=f"serve as uid 0: .*hot belongs to uid {OTHER_UID}") as caught:
+        check_user(config)
+    assert "daemon.uid = 0" in caught.value.hint
+    check_user(msgspec.structs.replace(config, daemon=msgspec.structs.replace(config.daemon, uid=0)))
+
+
 def test_an_unknown_group_and_a_host_with_a_port_are_refused(tmp_path: Path) -> None:
     for more, problem in {
         '[security]\ngroup = "no-such-group"\n': "security.group is 'no-such-group', expected the name of a group",

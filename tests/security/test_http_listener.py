@@ -274,22 +274,55 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 # ── log ──
 
 
-def lines_of(limit: LogLimit, *arguments: object, count: int) -> list[str]:
-    """What passes of `count` lines of one statement."""
-    records = [logging.LogRecord("tierd", logging.WARNING, __file__, 7, "%s: x", arguments, None) for _ in range(count)]
-    return [record.getMessage() for record in records if limit.filter(record)]
+def lines_of(limit: LogLimit, kind: str, *, numbers: range) -> list[str]:
+    """What passes of lines of one statement that differ in a number."""
+    return [line for number in numbers for line in passed(limit, "%s: x %d", kind, number)]
+
+
+def passed(
+    limit: LogLimit, template: str, *values: object, level: int = logging.WARNING, name: str = "tierd"
+) -> list[str]:
+    record = logging.LogRecord(name, level, __file__, 7, template, values, None)
+    return [record.getMessage()] if limit.filter(record) else []
 
 
 def test_lines_of_one_statement_are_limited_and_those_left_out_are_counted() -> None:
     now_s = 0.0
     limit = LogLimit({"wire", "persist"}, now_s=lambda: now_s)
-    assert len(lines := lines_of(limit, "wire", count=LINES_MAX + 900)) == LINES_MAX
+    assert len(lines := lines_of(limit, "wire", numbers=range(LINES_MAX + 900))) == LINES_MAX
     assert "more lines like this are left out" in lines[-1]
-    assert lines_of(limit, "persist", count=1) == ["persist: x"], "another kind is not affected"
+    assert lines_of(limit, "persist", numbers=range(1)) == ["persist: x 0"], "another kind is not affected"
     now_s = PERIOD_S
-    assert lines_of(limit, "wire", count=2) == ["wire: x (before it, 900 lines like this were left out)", "wire: x"]
+    assert lines_of(limit, "wire", numbers=range(5000, 5002)) == [
+        "wire: x 5000 (before it, 900 lines like this were left out)",
+        "wire: x 5001",
+    ]
+
+
+@pytest.mark.parametrize("template", ["%s fails", "100 % of s fails"])
+def test_a_warning_that_is_repeated_word_for_word_is_one_line_of_each_period(template: str) -> None:
+    now_s = 0.0
+    limit = LogLimit(now_s=lambda: now_s)
+    values = ["cold"] if template.startswith("%s") else []
+    line = template.replace("%s", "cold")
+    assert passed(limit, template, *values) == [line]
+    now_s = PERIOD_S / 2
+    assert [passed(limit, template, *values) for _ in range(3)] == [[], [], []]
+    assert passed(limit, "another") == ["another"]
+    now_s = PERIOD_S + 2.0
+    assert passed(limit, template, *values) == [f"{line} (in the 12 s before it, it was left out 3 times)"]
+    now_s = 3 * PERIOD_S
+    assert passed(limit, template, *values) == [line], "nothing was left out since"
+
+
+def test_an_event_that_is_no_warning_is_never_left_out_and_a_librarys_is() -> None:
+    limit = LogLimit(now_s=lambda: 0.0)
+    events = [passed(limit, "reloaded", level=logging.INFO) for _ in range(2)]
+    assert events == [["reloaded"], ["reloaded"]]
+    found = [passed(limit, "Found credentials", level=logging.INFO, name="botocore.credentials") for _ in range(2)]
+    assert found == [["Found credentials"], []]
 
 
 def test_a_peer_cannot_choose_what_is_counted_apart() -> None:
     limit = LogLimit({"wire"})
-    assert sum(len(lines_of(limit, f"run-{number}", count=1)) for number in range(2 * LINES_MAX)) == LINES_MAX
+    assert sum(len(passed(limit, "%s: x", f"run-{number}")) for number in range(2 * LINES_MAX)) == LINES_MAX

@@ -10,7 +10,7 @@ import pytest
 
 from tests.test_grafana import rules
 from tierd.memory.progress import Pause
-from tierd.status.alarm import Severity
+from tierd.status.alarm import Alarm, Severity
 from tierd.status.alarm_rules import alarms
 from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.report import (
@@ -26,6 +26,7 @@ from tierd.status.report import (
     StatusReport,
     TierReport,
 )
+from tierd.status.work_at_risk import RiskReport
 
 NOW = datetime(2025, 1, 1, 12, tzinfo=UTC)
 HOT = TierReport(name="hot", url="file:///nvme", is_known=True, checkpoints=2, used_bytes=20, free_bytes=1000)
@@ -121,6 +122,7 @@ RIGHT = [
     failed("wire", "full", at="2025-01-01T11:40:00+00:00"),
     failed("stage", "full"),  # memory that could not be page-locked
     msgspec.structs.replace(failed("persist", "full"), runs=[TRAINS], queues=[]),  # five minutes ago
+    msgspec.structs.replace(failed("audit", "full"), runs=[TRAINS], queues=[]),  # on the same disk
     msgspec.structs.replace(failed("replicate", "transient"), queues=[copied(checkpoints=1)]),
     status(queues=[copied(checkpoints=0, given_up={"replaced": 3}, given_up_age_s={"replaced": 9.0})]),
     status(watches=[watched(notes=["it is not there"])]),
@@ -161,12 +163,60 @@ def test_a_daemon_that_is_stopped_is_continued_and_not_started_again() -> None:
     assert (alarm.severity, alarm.command) == (Severity.CRITICAL, "kill -CONT 7")
 
 
+@pytest.mark.parametrize("state", ["lost", "failed", "halted"])
+def test_a_run_that_has_ended_is_named_with_where_a_restart_begins(state: str) -> None:
+    risk = RiskReport(lost="trainers", tier="hot", step=160)
+    (alarm,) = alarms(of_run(state=state, reason="x", ended_age_s=9.0, at_risk=[risk]), NOW)
+    assert ("The same command continues at step 160, from hot" in alarm.message) == (state != "halted")
+    assert ("oom-kill" in alarm.command) == (state == "lost")
+
+
+def test_silent_trainers_are_named_with_their_processes_and_one_that_is_stopped_is_continued() -> None:
+    def named(*processes: HolderReport) -> Alarm:
+        (alarm,) = alarms(of_run(pause=Pause(31.0, 30.0), processes=list(processes)), NOW)
+        return alarm
+
+    assert named().command == "py-spy dump --pid PID", "of another container"
+    asleep, stopped = HolderReport(pid=7, state="S"), HolderReport(pid=8, state="T")
+    assert named(asleep).command == "py-spy dump --pid 7"
+    both = named(asleep, stopped)
+    assert both.command == "kill -CONT 8"
+    assert both.message.endswith("; process 8 is stopped, by SIGSTOP or a debugger")
+    waits = named(HolderReport(pid=9, state="D"))
+    assert (waits.command, "process 9 waits for a disk or a driver" in waits.message) == ("ps -o stat,wchan -p 9", True)
+
+
 def test_many_lost_checkpoints_are_one_alarm_for_each_tier_and_run() -> None:
     lost = [LostReplica(run="gpt", step=step, generation=1, tier=tier) for tier in ("cold", "dr") for step in range(9)]
     wrong = status(lost=lost, failures=failed("list", "lost").failures)
     of_cold, of_dr = alarms(wrong, NOW)
     assert "gpt/000000000002-g0001 and 6 more disappeared from cold" in of_cold.message
     assert "disappeared from dr" in of_dr.message
+
+
+@pytest.mark.parametrize("is_bucket", [True, False])
+def test_a_bucket_that_does_not_answer_is_named_once_though_copies_fail_too(is_bucket: bool) -> None:
+    url = "s3://bucket/prefix" if is_bucket else "file:///mnt/cold"
+    tier = TierReport(name="cold", url=url, is_known=False, error="403")
+    found = msgspec.structs.replace(failed("replicate", "transient"), tiers=[HOT, tier])
+    expected = ["TierdColdRequestsFail"] if is_bucket else ["TierdHalted", "TierdColdRequestsFail"]
+    assert [alarm.alert for alarm in alarms(found, NOW)] == expected
+
+
+def test_a_tier_is_not_called_unreachable_before_its_first_listing_could_end() -> None:
+    tier = TierReport(name="cold", url="s3://b/p", is_known=False, error="not listed yet")
+    assert alarms(status(uptime_s=13.0, tiers=[HOT, tier]), NOW) == []
+    (alarm,) = alarms(status(uptime_s=61.0, tiers=[HOT, tier]), NOW)
+    assert alarm.message.startswith("cold has not answered since the daemon's start")
+
+
+@pytest.mark.parametrize(
+    ("message", "command"), [("write x in file:///nvme: no space", "df -h /nvme"), ("write x: no space", "df -h")]
+)
+def test_a_full_disk_is_named_in_the_command_if_it_is_that_of_a_tier(message: str, command: str) -> None:
+    failure = msgspec.structs.replace(failed("persist", "full").failures[0], message=message)
+    alarm = alarms(status(failures=[failure]), NOW)[0]
+    assert (alarm.alert, alarm.command) == ("TierdDiskFull", command)
 
 
 def test_critical_alarms_come_first() -> None:

@@ -44,6 +44,7 @@ from tierd.status.report import (
     LOOK_S,
     CadenceReport,
     FailureReport,
+    HolderReport,
     LostReplica,
     NewestPart,
     NodesReport,
@@ -85,6 +86,7 @@ class Operator:
         self._listers = listers
         self._watchers = watchers
         self.sidecars: SidecarFollower | None = None
+        self.processes: Callable[[Run], list[HolderReport]] = lambda run: []
         self._catalog = context.catalog
         self._memory = context.memory
         self._now = context.now
@@ -200,6 +202,7 @@ class Operator:
             report.ended_age_s = round(now_s - ended_s, 1)
         if (pause := self._memory.progress.pause(run, now_s)) is not None:
             report.pause = Pause(round(pause.seconds, 1), round(pause.limit_s, 1))
+            report.processes = self.processes(run) if pause.is_too_long else []
         report.newer_generation = self._context.newer_generations().get(run)
         report.at_risk = self._at_risk(run, report, on_hot_disk)
         # A snapshot in memory may be diagnosed before there is a marker.

@@ -33,6 +33,8 @@ from tierd.format.text import printable
 from tierd.lifecycle.selection import MEMORY
 from tierd.memory.slot import MappedSlot
 from tierd.memory.snapshot_set import SnapshotSet
+from tierd.peer import process_state
+from tierd.status.report import HolderReport
 from tierd.workers.restorer import Restorer
 
 log = logging.getLogger("tierd")
@@ -80,6 +82,11 @@ class TrainerDoor:
         for session in (*self._sessions.values(), *self._requests.operators):
             if session.run == run:
                 session.post(message)
+
+    def processes(self, run: Run) -> list[HolderReport]:
+        """Of the ranks that are connected, where they are visible here."""
+        pids = sorted({each.connection.peer_pid for each in self._sessions.values() if each.run == run})
+        return [HolderReport(pid=pid, state=state) for pid in pids if (state := process_state(pid))]
 
     def release_slots(self, run: Run) -> None:
         """Tell ranks which slots are free again: a newer snapshot is complete, or an older one was persisted."""

@@ -16,6 +16,7 @@ from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
 from tierd.errors import NotFound
 from tierd.format.node_file import ranks_text
+from tierd.format.text import counted
 from tierd.lifecycle.selection import AUTO, MEMORY, select
 from tierd.status.checkpoint_report import CheckpointReport, checkpoint_report, checkpoint_rows, read_diagnosis
 from tierd.status.report import tiers_text
@@ -79,7 +80,7 @@ def _print(report: CheckpointReport, noted: NotedCheckpoint) -> None:
         "created": f"{manifest.created_at}, {age(manifest.created_at)} ago",
         "kind": manifest.kind,
         "ranks": manifest.world_size,
-        "size": f"{size(manifest.size_bytes)} in {len(manifest.files)} files",
+        "size": f"{size(manifest.size_bytes)} in {counted(len(manifest.files), 'file')}",
         "metrics": metrics_line(manifest.metrics) or "-",
         "tiers": ", ".join(report.tiers) or "none has it whole",
         "milestones": ", ".join(report.milestones) or "-",

@@ -16,6 +16,7 @@ from msgspec import UNSET
 from tierd import __version__
 from tierd.catalog.catalog import Catalog
 from tierd.catalog.decisions import halted, to_reap
+from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
@@ -24,6 +25,7 @@ from tierd.cli.roster_table import print_roster
 from tierd.errors import DaemonUnreachable, TierdError
 from tierd.format.ids import Run
 from tierd.format.node_file import ranks_text
+from tierd.format.text import counted
 from tierd.lifecycle.policy import HOT
 from tierd.status.alarm import Severity
 from tierd.status.alarm_rules import alarms
@@ -97,7 +99,7 @@ def _print_check(report: StatusReport) -> None:
     for alarm in report.alarms:
         print_result(f"{alarm.severity.upper()}: {alarm.message} ({RUNBOOK}#{alarm.runbook})")
     if not report.alarms:
-        print_result(f"OK: {len(report.runs)} runs, {len(report.tiers)} tiers")
+        print_result(f"OK: {counted(len(report.runs), 'run')}, {counted(len(report.tiers), 'tier')}")
 
 
 async def _list(settings: Settings) -> StatusReport:
@@ -174,9 +176,8 @@ def _print(report: StatusReport, settings: Settings) -> None:
         _print_sidecars(report.sidecars)
     for tier in report.tiers:
         if tier.to_reap:
-            print_result(
-                f"left to `tierd reap`: {tier.to_reap} checkpoints in {tier.name}, where this daemon deletes nothing"
-            )
+            left = counted(tier.to_reap, "checkpoint")
+            print_result(f"left to `tierd reap`: {left} in {tier.name}, where this daemon deletes nothing")
     if slots := [f"{count} {state}" for state, count in sorted(report.slots.items()) if count]:
         print_result("slots: " + ", ".join(slots))
     named = " ".join([*(alarm.message for alarm in report.alarms), *_watch_problems(report)])
@@ -204,7 +205,7 @@ def _print_watch(watch: WatchReport) -> None:
 
 def _print_sidecars(sidecars: SidecarReport) -> None:
     behind = f"; the oldest change waits {duration(sidecars.behind_s)}" if sidecars.behind_s else ""
-    about = f"{sidecars.files} files, {size(sidecars.size_bytes)}"
+    about = f"{counted(sidecars.files, 'file')}, {size(sidecars.size_bytes)}"
     print_result(f"sidecar files in {sidecars.path} for {sidecars.run}: {about}{behind}")
     for problem in sidecars.problems:
         print_result(f"  NOT COPIED: {problem}")
@@ -230,6 +231,8 @@ def _watch_problems(report: StatusReport) -> list[str]:
 
 def _place_problem(tier: TierReport, error: str) -> str:
     """Without the hint where the tier cannot be reached: that is below its alarm."""
+    if error == NOT_LISTED_YET:
+        return error
     return f"note: {error}" if tier.is_known else f"NOT REACHABLE: {error.partition(' (hint: ')[0]}"
 
 
@@ -254,9 +257,11 @@ def _print_queue(queue: QueueReport) -> None:
         print_result("; ".join(parts))
     if replaced := queue.given_up.get("replaced"):
         takes = "" if queue.copy_s is None else f", a copy takes {duration(queue.copy_s)}"
-        print_result(f"{replaced} checkpoints were replaced by newer ones before their copy to {queue.tier}{takes}")
+        which = counted(replaced, "checkpoint was", "checkpoints were")
+        print_result(f"{which} replaced by newer ones before a copy to {queue.tier}{takes}")
     if no_space := queue.given_up.get("no_space"):
-        print_result(f"GIVEN UP: {no_space} checkpoints were deleted before {queue.tier} had them: hot had no room")
+        which = counted(no_space, "checkpoint was", "checkpoints were")
+        print_result(f"GIVEN UP: {which} deleted before a copy to {queue.tier}: hot had no room")
 
 
 def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None:

@@ -122,6 +122,12 @@ def check_user(config: Config) -> None:
             f"serve as uid {uid}: daemon.uid is {config.daemon.uid}, and commands of other users would refuse it",
             hint="start it as that user, or leave daemon.uid out",
         )
+    if uid == 0 and config.daemon_uid not in (None, 0):
+        raise BadConfig(
+            f"serve as uid 0: {config.hot_path} belongs to uid {config.daemon_uid}, which could not use root's files",
+            hint=f"start it as that user (systemctl start tierd, or sudo -u '#{config.daemon_uid}' tierd serve); "
+            "if root is meant, set daemon.uid = 0",
+        )
     for key, name in (("group", config.security.group), ("trainer_group", config.security.trainer_group)):
         if name and uid != 0 and access_of(name).group not in groups:
             raise BadConfig(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tierd.format.text import counted
+
 TENSORS_LISTED_MAX = 20
 MARKER_BYTES_MAX = 64 << 10
 
@@ -39,7 +41,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         shown = ", ".join(f"{each.tensor} ({each.nan} NaN, {each.inf} Inf)" for each in self.not_finite[:3])
         more = f" and {self.tensors - 3} more" if self.tensors > 3 else ""
         return (
-            f"{self.tensors} tensors are not finite: {shown}{more}"
+            f"{counted(self.tensors, 'tensor is', 'tensors are')} not finite: {shown}{more}"
             if shown
             else "reported by the training, or not finite"
         )

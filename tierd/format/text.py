@@ -1,8 +1,8 @@
 """Makes text from outside safe to print: from messages, manifests, markers, keys, host names and errors about them.
 
 What could move a cursor, begin a line of a log, or reorder what a reader sees is shown as an escape such as \\x1b. All
-that tierd writes to a log, a terminal or a page goes through here. JSON keeps the text, with escapes of JSON. Sizes and
-times that people read have one form.
+that tierd writes to a log, a terminal or a page goes through here. JSON keeps the text, with escapes of JSON. Sizes,
+times and counts that people read have one form.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def printable_json(encoded: bytes) -> str:
         return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
 
     return _NOT_PRINTABLE.sub(escape, encoded.decode())
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """`1 run`, `2 runs`; with a plural of its own `1 step is`, `2 steps are`."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def size(size_bytes: float) -> str:

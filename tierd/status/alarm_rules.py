@@ -13,12 +13,13 @@ from datetime import datetime
 
 from msgspec import UNSET
 
+from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.format.node_file import ranks_text
-from tierd.format.text import duration, size
+from tierd.format.text import counted, duration, size
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
 from tierd.status.alarm import Alarm, Severity
 from tierd.status.folder_reports import SidecarReport, WatchReport
-from tierd.status.report import FailureReport, QueueReport, RunReport, StatusReport, TierReport, age_s
+from tierd.status.report import FailureReport, HolderReport, QueueReport, RunReport, StatusReport, TierReport, age_s
 
 CRITICAL, WARNING = Severity.CRITICAL, Severity.WARNING
 
@@ -31,8 +32,11 @@ COLD_LATE_S = 3600.0
 SIDECAR_LATE_S = 600.0
 COMMIT_STALLED_S = 1800.0
 PEER_LATE_S = 900.0
+_REQUESTS_FAIL = "TierdColdRequestsFail"
 _PASSING = ("transient", "tier_unreachable")
 LISTED_LOST = 3
+STARTS_S = 60.0  # so long the first listing of a tier may take
+PIDS_MAX = 8  # in a sentence: the ranks of a node
 ROOM_CHECKPOINTS = 2  # hot needs room for as many more
 
 _HALTS = {  # by the reason: the alert, and the runbook's section
@@ -65,12 +69,15 @@ _STALE = "TierdStaleSnapshots", CRITICAL, "stale-snapshots", "tierd ls"
 def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
     """Critical ones first."""
     recent = [each for each in status.failures if _age_s(each, now) < RECENT_S and not _is_over(each, status, now)]
+    is_starting = status.uptime_s is not None and status.uptime_s < STARTS_S
+    of_tiers = {tier.name: list(_of_tier(tier)) for tier in status.tiers if not (is_starting and _is_not_listed(tier))}
+    failing = [name for name, named in of_tiers.items() if any(each.alert == _REQUESTS_FAIL for each in named)]
     found = [
         *_of_daemon(status),
         *_of_failures(status, recent),
         *_of_hot(status, recent),
-        *(alarm for tier in status.tiers for alarm in _of_tier(tier)),
-        *(alarm for queue in status.queues for alarm in _of_queue(queue, recent, now)),
+        *(alarm for named in of_tiers.values() for alarm in named),
+        *(alarm for queue in status.queues for alarm in _of_queue(queue, recent, now, is_named=queue.tier in failing)),
         *(alarm for watch in status.watches for alarm in _of_watch(watch)),
         *(_of_sidecars(status.sidecars) if status.sidecars is not None else ()),
         *_of_halts(status),
@@ -85,7 +92,7 @@ def _age_s(failure: FailureReport, now: datetime) -> float:
 
 def _is_over(failure: FailureReport, status: StatusReport, now: datetime) -> bool:
     """Hot had no space, and has taken a later snapshot since."""
-    if (failure.stage, failure.kind) != ("persist", "full"):
+    if failure.stage not in ("persist", "audit") or failure.kind != "full":
         return False
     parts = [run.nodes.parts.get("hot") for run in status.runs if run.nodes is not UNSET]
     newest = [run.tiers.get("hot") for run in status.runs]
@@ -124,6 +131,8 @@ def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[
         is_pinning = failure.kind == "full" and failure.stage == "stage"  # memory could not be page-locked
         if alert and not is_pinning and alert not in seen:
             seen.add(alert)
+            if command == "df -h":
+                command = _df(status, failure)
             yield _alarm(alert, Severity(severity), f"{failure.stage}: {failure.message}", runbook, command)
     for run, tier in dict.fromkeys((lost.run, lost.tier) for lost in status.lost):
         ids = [str(lost.id) for lost in status.lost if (lost.run, lost.tier) == (run, tier)]
@@ -133,6 +142,13 @@ def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[
     for sentence in status.foreign:
         command = "tierd log --audit --since 24h"
         yield _alarm("TierdForeignCheckpoints", CRITICAL, f"FOREIGN: {sentence}", "foreign-checkpoints", command)
+
+
+def _df(status: StatusReport, failure: FailureReport) -> str:
+    """Of the tier that is full, if the failure names it."""
+    paths = [tier.url.removeprefix("file://") for tier in status.tiers if tier.url.startswith("file://")]
+    named = [path for path in paths if path in failure.message]
+    return f"df -h {shlex.quote(named[0])}" if named else "df -h"
 
 
 def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm]:
@@ -155,31 +171,38 @@ def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm
             yield _alarm("TierdDiskAlmostFull", WARNING, what, "disk-full", "tierd lifecycle --explain")
 
 
+def _is_not_listed(tier: TierReport) -> bool:
+    return tier.error == NOT_LISTED_YET and not tier.is_known
+
+
 def _of_tier(tier: TierReport) -> Iterator[Alarm]:
     if tier.error and not tier.is_known:
-        what = f"{tier.name} is NOT REACHABLE, so nothing that depends on it is deleted: {tier.error}"
+        how = "has not answered since the daemon's start" if _is_not_listed(tier) else "is NOT REACHABLE"
+        what = f"{tier.name} {how}, so nothing that depends on it is deleted: {tier.error}"
         if tier.name == "hot" or not tier.url.startswith("s3://"):
             yield _alarm("TierdHalted", WARNING, what, "tier-unreachable", f"tierd doctor --tier {tier.name}")
         else:
-            yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", f"tierd doctor --tier {tier.name}")
+            yield _alarm(_REQUESTS_FAIL, WARNING, what, "cold-unreachable", f"tierd doctor --tier {tier.name}")
 
 
-def _of_queue(queue: QueueReport, recent: list[FailureReport], now: datetime) -> Iterator[Alarm]:
+def _of_queue(queue: QueueReport, recent: list[FailureReport], now: datetime, *, is_named: bool) -> Iterator[Alarm]:
     if queue.tier == "hot":
         return
     replaced_s = queue.given_up_age_s.get("replaced", math.inf)
     if replaced_s < GIVEN_UP_RECENT_S and queue.checkpoints:  # else it has caught up
         takes = "" if queue.copy_s is None else f"; a copy takes {duration(queue.copy_s)}"
-        what = f"{queue.tier} DOES NOT KEEP UP: {queue.given_up['replaced']} checkpoints were replaced before a copy"
+        which = counted(queue.given_up["replaced"], "checkpoint was", "checkpoints were")
+        what = f"{queue.tier} DOES NOT KEEP UP: {which} replaced before a copy"
         yield _alarm("TierdColdTooSlow", WARNING, what + takes, "cold-too-slow", "tierd status --json")
     if not queue.checkpoints:
         return
     copied_s = math.inf if queue.last_copy_age_s is None else queue.last_copy_age_s
     passing = [each for each in recent if each.stage == "replicate" and each.kind in _PASSING]
-    if fails := [each for each in passing if _age_s(each, now) < copied_s]:
+    fails = [each for each in passing if _age_s(each, now) < copied_s]
+    if fails and not is_named:
         what = f"copies to {queue.tier} fail: {fails[0].message}"
         command = f"tierd doctor --tier {queue.tier}"
-        yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", command)
+        yield _alarm(_REQUESTS_FAIL, WARNING, what, "cold-unreachable", command)
     waiting = f"{queue.checkpoints} wait for {queue.tier}"
     command = f"tierd doctor --tier {queue.tier}"
     if queue.oldest_age_s > COLD_LATE_S:
@@ -221,11 +244,13 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
     name = run.run
     if run.state in ENDED_BADLY and (run.ended_age_s or 0.0) < ENDED_RECENT_S:
         reason = f": {run.reason}" if run.reason else ""
-        what = f"{name} does not train: its trainers are {run.state}{reason}"
-        yield _alarm("TierdRunEnded", WARNING, what, "run-ended", f"tierd ls --run {name}")
+        what = f"{name} does not train: its trainers are {run.state}{reason}{_restart(run)}"
+        command = "dmesg -T | grep -i oom-kill" if run.state == "lost" else f"tierd ls --run {name}"
+        yield _alarm("TierdRunEnded", WARNING, what, "run-ended", command)
     if run.pause is not None and run.pause.is_too_long:
         what = f"{name} is silent: its trainers are attached and gave no sign for {duration(run.pause.seconds)}"
-        yield _alarm("TierdRunSilent", WARNING, what, "run-silent", "py-spy dump --pid PID")
+        why, command = _why_silent(run.processes)
+        yield _alarm("TierdRunSilent", WARNING, what + why, "run-silent", command)
     hot = run.tiers.get("hot")
     if run.state == "running" and hot is not None and hot.age_s is not None and hot.age_s > NO_CHECKPOINT_S:
         what = f"{name} trains and has committed nothing for {duration(hot.age_s)}"
@@ -240,6 +265,26 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
         yield _alarm("TierdUnhealthy", CRITICAL, what, "unhealthy-checkpoint", command)
     if run.nodes is not UNSET:
         yield from _of_nodes(run)
+
+
+def _restart(run: RunReport) -> str:
+    """Where a restart would begin. After a halt, a person decides first."""
+    begins = next((risk for risk in run.at_risk if risk.lost == "trainers" and risk.tier is not None), None)
+    if begins is None or run.state == "halted":
+        return ""
+    return f". The same command continues at step {begins.step}, from {begins.tier}"
+
+
+def _why_silent(processes: list[HolderReport]) -> tuple[str, str]:
+    """What its processes wait for, if that is known, and the command."""
+    stopped = [each.pid for each in processes if each.is_stopped]
+    waiting = [each.pid for each in processes if each.state == "D"]
+    shown = " ".join(map(str, (stopped or waiting)[:PIDS_MAX]))
+    if stopped:
+        return f"; process {shown} is stopped, by SIGSTOP or a debugger", f"kill -CONT {shown}"
+    if waiting:
+        return f"; process {shown} waits for a disk or a driver", f"ps -o stat,wchan -p {shown.replace(' ', ',')}"
+    return "", f"py-spy dump --pid {processes[0].pid if processes else 'PID'}"
 
 
 def _is_unhealthy(run: RunReport) -> bool:

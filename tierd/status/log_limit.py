@@ -1,6 +1,8 @@
-"""Bounds the log: of lines that one statement writes again and again, it shows the first of each period.
+"""Bounds the log: of lines that one statement writes again and again, it shows the first of each period, and of a
+warning that is repeated word for word, one.
 
-So no peer can fill the disk by what it makes the daemon complain about. Other lines are not affected.
+So no peer can fill the disk by what it makes the daemon complain about, and a tier that fails does not hide the other
+lines. Other lines are not affected.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 
 LINES_MAX = 100
 PERIOD_S = 10.0
+REPEATED_MAX = 64  # warnings of which a repetition is noticed: the last ones
 
 _Statement = tuple[str, int, str]
 
@@ -30,8 +33,30 @@ class LogLimit(logging.Filter):
         self._kinds = kinds
         self._now_s = now_s
         self._lines: dict[_Statement, _Lines] = {}  # as many as there are statements in the program
+        self._warnings: dict[str, _Lines] = {}  # by their text, the oldest first
 
     def filter(self, record: logging.LogRecord) -> bool:
+        return not self._is_repeated(record) and self._is_within_limit(record)
+
+    def _is_repeated(self, record: logging.LogRecord) -> bool:
+        """Whether the same warning, or the same line of a library, was written within the period. An event of tierd's
+        own that is no warning is never left out."""
+        if record.levelno < logging.WARNING and record.name == "tierd":
+            return False
+        text, now_s = record.getMessage(), self._now_s()
+        lines = self._warnings.get(text)
+        if lines is not None and now_s - lines.began_s < PERIOD_S:
+            lines.count += 1
+            return True
+        if lines is not None and lines.count:
+            _append(record, "in the %.0f s before it, it was left out %d times", now_s - lines.began_s, lines.count)
+        self._warnings.pop(text, None)
+        self._warnings[text] = _Lines(now_s)
+        if len(self._warnings) > REPEATED_MAX:
+            del self._warnings[next(iter(self._warnings))]
+        return False
+
+    def _is_within_limit(self, record: logging.LogRecord) -> bool:
         first = record.args[0] if isinstance(record.args, tuple) and record.args else None
         kind = first if isinstance(first, str) and first in self._kinds else ""
         lines = self._lines.setdefault((record.pathname, record.lineno, kind), _Lines(self._now_s()))
@@ -45,3 +70,11 @@ class LogLimit(logging.Filter):
         elif lines.count == LINES_MAX:
             record.msg = f"{record.msg} (more lines like this are left out for up to {PERIOD_S:.0f} s)"
         return lines.count <= LINES_MAX
+
+
+def _append(record: logging.LogRecord, template: str, *values: object) -> None:
+    """The values are no part of the template, which is the same for each event of one kind."""
+    if isinstance(record.args, tuple) and record.args:
+        record.msg, record.args = f"{record.msg} ({template})", (*record.args, *values)
+    else:  # its text is not formatted
+        record.msg = f"{record.msg} ({template % values})"

@@ -112,6 +112,18 @@ class CadenceReport(msgspec.Struct, kw_only=True):
     reasons: list[str]
 
 
+class HolderReport(msgspec.Struct, kw_only=True):
+    """A process: one that holds the lock of the hot directory, or a trainer. `state`: as of `ps`, such as T, which is
+    stopped."""
+
+    pid: int
+    state: str
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in ("T", "t")
+
+
 class RunReport(msgspec.Struct, kw_only=True):
     """`world_size`, `ranks_attached`, `state`, `reason` and `ended_age_s` (how the trainers are, or ended, and when),
     `pause`, `cadence` and `newer_generation` (begun elsewhere), of trainers that are attached: only the daemon knows.
@@ -127,6 +139,7 @@ class RunReport(msgspec.Struct, kw_only=True):
     pause: Pause | None = None
     newer_generation: int | None = None
     cadence: CadenceReport | None = None
+    processes: list[HolderReport] = []  # of trainers that are silent, as far as the daemon sees them
     at_risk: list[RiskReport] = []
     tiers: dict[str, NewestCheckpoint | None] = {}
     unhealthy_steps: list[int] = []
@@ -211,17 +224,6 @@ class CostsReport(msgspec.Struct, kw_only=True):
     persist: CostReport | None = None
     replicate: dict[str, CostReport] = {}
     restore: dict[str, CostReport] = {}
-
-
-class HolderReport(msgspec.Struct, kw_only=True):
-    """A process that holds the lock of the hot directory. `state`: as of `ps`, such as T, which is stopped."""
-
-    pid: int
-    state: str
-
-    @property
-    def is_stopped(self) -> bool:
-        return self.state in ("T", "t")
 
 
 class StatusReport(msgspec.Struct, kw_only=True):

@@ -21,6 +21,7 @@ import msgspec
 from tierd.access import PRIVATE, Access
 from tierd.errors import LockHeld, TierUnreachable
 from tierd.format import layout
+from tierd.peer import process_state
 from tierd.tiers.tree import make_folder
 
 log = logging.getLogger("tierd")
@@ -131,8 +132,8 @@ def locked_by(root: Path) -> tuple[int, str] | None:
         # ID: FLOCK ADVISORY WRITE PID MAJOR:MINOR:INODE START END, proc_locks(5); devices differ on btrfs.
         held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
         if any(words[-4] == str(pid) and words[-3].rpartition(":")[2] == str(inode) for words in held):
-            # The name of the program, in parentheses, may hold anything.
-            return int(str(pid)), Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            state = process_state(int(str(pid)))
+            return None if state is None else (int(str(pid)), state)
     return None
 
 

@@ -106,6 +106,11 @@ def tier_names(status: StatusReport) -> list[str]:
     return [MEMORY, *(tier.name for tier in status.tiers)]
 
 
+def on_hot_disk(status: StatusReport) -> list[str]:
+    """The cold tiers that are lost with hot's disk."""
+    return [tier.name for tier in status.tiers if tier.is_on_hot_disk]
+
+
 def _commands(report: CheckpointReport) -> list[tuple[str, str]]:
     """(what it does, the command to copy)"""
     manifest = report.manifest
@@ -139,6 +144,7 @@ def _environment() -> jinja2.Environment:
         "LANE_PX": LANE_PX,
         "PLOT_PX": PLOT_PX,
         "tier_names": tier_names,
+        "on_hot_disk": on_hot_disk,
         "height_of": height_of,
     }
     return environment
