@@ -22,7 +22,7 @@ from tierd.api.node_ranks import check_node_ranks, confirm_node_claim, needs_col
 from tierd.api.packets import PacketConnection
 from tierd.api.quotas import Quotas
 from tierd.api.run_secrets import RunSecrets
-from tierd.api.session import FIRST, NO_RANK, SlotWriter, TrainerSession, refused
+from tierd.api.session import NO_RANK, SlotWriter, TrainerSession, refused
 from tierd.audit import Who
 from tierd.catalog.listing import next_sequence
 from tierd.context import DaemonContext
@@ -119,7 +119,7 @@ class Admission:
             newest=self._restorer.newest(session.run),
             unseen=[f"{tier} ({why})"[:UNSEEN_CHARS] for tier, why in session.unlisted.items()][:UNSEEN_MAX],
             checks_secrets=True,
-            report_s=self._context.throttle.report_s if session.rank == FIRST else 0.0,
+            report_s=self._context.throttle.report_s if session.speaks_for_node else 0.0,
             seen=self._seen(session.run),
             claim=node.claim if node is not None else "",
             base=node.base if node is not None else 0,
@@ -238,17 +238,8 @@ class Admission:
         generation: Generation,
         unlisted: Mapping[str, str],
     ) -> TrainerSession:
-        return TrainerSession(
-            connection,
-            run,
-            rank,
-            generation,
-            unlisted,
-            lines=self._quotas.lines(),
-            protocol=hello.protocol,
-            proof=hello.proof,
-            answers_operators=rank == (FIRST if hello.node is None else hello.node.ranks[0]),
-        )
+        lines = self._quotas.lines()
+        return TrainerSession(connection, run, rank, generation, unlisted, lines=lines, hello=hello)
 
     async def _claim(
         self, connection: PacketConnection, run: Run, rank: Rank, hello: wire.Hello

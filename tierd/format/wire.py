@@ -171,7 +171,8 @@ class Report(_Message, frozen=True, kw_only=True):
 
 
 class Stepped(_Message, frozen=True, kw_only=True):
-    """From rank 0, once per `Welcome.report_s`: the median recent step time, without the time in calls of tierd."""
+    """From the lowest rank of each node, once per `Welcome.report_s`: the median recent step time, without the time in
+    calls of tierd."""
 
     seconds: float
 
