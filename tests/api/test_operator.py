@@ -21,7 +21,7 @@ from tierd.api.operator import Operator
 from tierd.api.web_pages import WebPages
 from tierd.copies import Reason
 from tierd.errors import Corrupt
-from tierd.format.ids import Run, checkpoint_id
+from tierd.format.ids import Generation, Rank, Run, checkpoint_id
 from tierd.format.node_messages import NodeRanks
 from tierd.metrics import OTHER_RUNS
 
@@ -113,6 +113,21 @@ async def test_status_reports_newest_checkpoints_tiers_and_queues(house: House) 
     assert status["slots"] == {"free": 0, "filling": 0, "sealed": 2, "persisting": 0, "retained": 2}
     assert [(one["stage"], one["step"]) for one in status["failures"]] == [("persist", 8)]
     assert (status["is_ready"], status["halted"], status["pid"]) == (True, [], 42)
+
+
+async def test_a_start_that_has_saved_nothing_puts_only_its_own_work_at_risk(house: House) -> None:
+    await with_history(house)
+    memory, monotonic_s = house.rooms.memory, house.rooms.context.monotonic_s
+    memory.progress.entered(Run(RUN), monotonic_s())
+    risks = (await house.json("/api/v1/status"))["runs"][0]["at_risk"]
+    assert [risk["seconds"] for risk in risks if risk["lost"] == "trainers"] == [90.0]
+    memory.enter(Run(RUN), Generation(2), Rank(0), 2)
+    memory.progress.entered(Run(RUN), monotonic_s(), is_start=True)
+    (run,) = (await house.json("/api/v1/status"))["runs"]
+    (risk,) = (risk for risk in run["at_risk"] if risk["lost"] == "trainers")
+    assert (run["generation"], risk["step"]) == (2, 8)
+    assert risk["seconds"] < 60.0
+    assert run["attached_s"] < 60.0
 
 
 async def test_a_part_is_never_reported_as_a_checkpoint_that_can_be_restored(house: House) -> None:

@@ -108,6 +108,7 @@ WRONG: list[tuple[str, StatusReport]] = [
     ("TierdRunEnded", of_run(state="lost", ended_age_s=9.0)),
     ("TierdRunSilent", of_run(pause=Pause(31.0, 30.0))),
     ("TierdNoNewCheckpoint", of_run(tiers={"hot": newest(5, 4 * 3600 + 1.0)})),
+    ("TierdNoNewCheckpoint", of_run(tiers={"memory": None, "hot": None, "cold": None}, attached_s=4 * 3600 + 1.0)),
     ("TierdNewerGeneration", of_run(newer_generation=2)),
     ("TierdUnhealthy", of_run(unhealthy_steps=[6], tiers={"hot": newest(5)})),
     ("TierdCommitStalled", of_nodes(awaited={"cold": PART})),
@@ -126,6 +127,9 @@ RIGHT = [
     status(watches=[watched(notes=["it is not there"])]),
     of_run(pause=Pause(29.0, 30.0), tiers={"hot": newest(5)}, unhealthy_steps=[4]),
     of_run(state="finished", tiers={"hot": newest(5, 1e6)}),
+    of_run(tiers={"hot": newest(5, 1e6)}, attached_s=300.0),  # it has rested
+    of_run(tiers={"hot": None, "cold": newest(5, 9.0)}, attached_s=1e6),  # hot is full
+    of_run(attached_s=1e6, nodes=NodesReport(ranks=[0], world_size=2, parts={"hot": PART})),
     of_run(state="lost", ended_age_s=25 * 3600.0),
     of_nodes(roster=[node()], awaited={}),
 ]

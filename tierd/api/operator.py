@@ -198,6 +198,8 @@ class Operator:
         now_s = self._context.monotonic_s()
         if (ended_s := self._memory.outcomes.ended_s(run)) is not None:
             report.ended_age_s = round(now_s - ended_s, 1)
+        if (attached_s := self._memory.progress.attached_s(run, now_s)) is not None:
+            report.attached_s = round(attached_s, 1)
         if (pause := self._memory.progress.pause(run, now_s)) is not None:
             report.pause = Pause(round(pause.seconds, 1), round(pause.limit_s, 1))
         report.newer_generation = self._context.newer_generations().get(run)
@@ -211,13 +213,16 @@ class Operator:
 
     def _at_risk(self, run: Run, report: RunReport, on_hot_disk: Set[str]) -> list[RiskReport]:
         costs = self._context.metrics.mean_s(self._context.metrics.restore_seconds)
+        sources, progress = sources_of(report), self._memory.progress
+        has_saved = any(source.generation == report.generation for source in sources.values())
         return work_at_risk(
-            sources_of(report),
+            sources,
             world_size=report.world_size or 1,
             is_running=report.state == "running",
-            step_s=self._memory.progress.step_s(run),
+            step_s=progress.step_s(run),
             restore_s={tier: mean_s for tier, (mean_s, _) in costs.items()},
             on_hot_disk=on_hot_disk,
+            started_s=None if has_saved else progress.started_s(run, self._context.monotonic_s()),
         )
 
     def _partner(self, run: Run) -> PartnerReport | None:

@@ -226,9 +226,8 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
     if run.pause is not None and run.pause.is_too_long:
         what = f"{name} is silent: its trainers are attached and gave no sign for {duration(run.pause.seconds)}"
         yield _alarm("TierdRunSilent", WARNING, what, "run-silent", "py-spy dump --pid PID")
-    hot = run.tiers.get("hot")
-    if run.state == "running" and hot is not None and hot.age_s is not None and hot.age_s > NO_CHECKPOINT_S:
-        what = f"{name} trains and has committed nothing for {duration(hot.age_s)}"
+    if run.state == "running" and (nothing_s := _without_commit_s(run)) > NO_CHECKPOINT_S:
+        what = f"{name} trains and has committed nothing for {duration(nothing_s)}"
         yield _alarm("TierdNoNewCheckpoint", WARNING, what, "no-new-checkpoint", f"tierd snapshot --run {name}")
     if run.newer_generation is not None:
         what = f"{name} trains here as generation {run.generation}, and {run.newer_generation} was begun elsewhere"
@@ -240,6 +239,15 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
         yield _alarm("TierdUnhealthy", CRITICAL, what, "unhealthy-checkpoint", command)
     if run.nodes is not UNSET:
         yield from _of_nodes(run)
+
+
+def _without_commit_s(run: RunReport) -> float:
+    """How long the trainers that are attached have trained without a commit in hot; 0 if it is not known."""
+    hot, durable = run.tiers.get("hot"), [tier for tier, newest in run.tiers.items() if newest and tier != "memory"]
+    if hot is None and (durable or run.nodes is not UNSET and run.nodes.parts):
+        return 0.0
+    known_s = [each for each in (None if hot is None else hot.age_s, run.attached_s) if each is not None]
+    return min(known_s, default=0.0)
 
 
 def _is_unhealthy(run: RunReport) -> bool:
