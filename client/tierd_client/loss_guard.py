@@ -46,11 +46,11 @@ class LossRule:
     def __post_init__(self) -> None:
         if self.action not in ("halt", "rollback"):
             raise BadConfig(f"LossRule(action={self.action!r}): expected 'halt' or 'rollback'")
-        if not (self.spike == 0 or 1 < self.spike < math.inf):
+        if not isinstance(self.spike, int | float) or not (self.spike == 0 or 1 < self.spike < math.inf):
             raise BadConfig(f"LossRule(spike={self.spike!r}): expected 0 for none, or a factor above 1")
-        if self.window < LOSSES_LEAST:
+        if not isinstance(self.window, int) or self.window < LOSSES_LEAST:
             raise BadConfig(f"LossRule(window={self.window!r}): expected {LOSSES_LEAST} losses or more")
-        if self.max_rollbacks < 0:
+        if not isinstance(self.max_rollbacks, int) or self.max_rollbacks < 0:
             raise BadConfig(f"LossRule(max_rollbacks={self.max_rollbacks!r}): expected 0 or more")
 
 
@@ -93,7 +93,7 @@ class LossGuard:
         value, error = None, None
         try:
             value = _number(loss)
-        except (TypeError, ValueError, RuntimeError) as caught:  # of one rank: the others must not wait for it
+        except (TypeError, ValueError, OverflowError, RuntimeError) as caught:  # of one rank: the others must not wait for it
             error = caught
         badness = _NO_NUMBER if error is not None else self._badness(value)
         worst = self._client.maximum([badness])[0]
