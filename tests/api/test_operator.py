@@ -22,6 +22,7 @@ from tierd.api.web_pages import WebPages
 from tierd.copies import Reason
 from tierd.errors import Corrupt
 from tierd.format.ids import Generation, Rank, Run, checkpoint_id
+from tierd.format.manifest import REPORTED_UNHEALTHY
 from tierd.format.node_messages import NodeRanks
 from tierd.metrics import OTHER_RUNS
 
@@ -162,6 +163,16 @@ async def test_a_part_is_never_reported_as_a_checkpoint_that_can_be_restored(hou
     assert samples["tierd_peer_lag_seconds", (RUN,)] == 7.0
     assert samples["tierd_commit_missing_ranks", (RUN, "cold")] == 2
     assert "7: part 2/4 ranks" in (await house.get("/"))[1]
+
+
+async def test_snapshot_whose_loss_was_bad_is_not_what_a_restart_takes(house: House) -> None:
+    """It is in memory alone, and nothing has examined it."""
+    await with_history(house)
+    house.rooms.seal(9, [b"nine!!", b"9"], metrics={REPORTED_UNHEALTHY: 1.0})
+    (run,) = (await house.json("/api/v1/status"))["runs"]
+    assert (run["tiers"]["memory"]["step"], run["at_risk"][0]["step"], run["unhealthy_steps"]) == (8, 8, [9])
+    rows = await house.json("/api/v1/checkpoints")
+    assert [(row["step"], row["healthy"]) for row in rows] == [(9, False), (8, None), (7, None)]
 
 
 async def test_gauges_equal_the_current_state(house: House) -> None:

@@ -206,7 +206,7 @@ class Operator:
         report.at_risk = self._at_risk(run, report, on_hot_disk)
         # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
-        unhealthy |= {each.id for each in self._memory.complete(run) if each.diagnosis and not each.diagnosis.healthy}
+        unhealthy |= {each.id for each in self._memory.complete(run) if each.is_unhealthy}
         oldest_first = sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)
         report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
         return report
@@ -242,9 +242,10 @@ class Operator:
 
     def rows(self, run: Run | None = None) -> list[CheckpointRow]:
         """As `tierd ls` shows them."""
-        diagnoses = {one.id: (one.diagnosis, one.node) for one in self._memory.complete()}
+        in_memory = self._memory.complete()
         # That this node's part is healthy says nothing about the others.
-        health = {c: of.healthy for c, (of, node) in diagnoses.items() if of and not (node and of.healthy)}
+        health = {one.id: True for one in in_memory if one.is_healthy and one.node is None}
+        health |= {one.id: False for one in in_memory if one.is_unhealthy}
         return checkpoint_rows(self._catalog, run, in_memory=self._in_memory(), health=health)
 
     def parents(self, run: Run | None = None) -> dict[CheckpointId, CheckpointId | None]:
