@@ -93,7 +93,8 @@ class LossGuard:
         value, error = None, None
         try:
             value = _number(loss)
-        except (TypeError, ValueError, OverflowError, RuntimeError) as caught:  # of one rank: the others must not wait for it
+        except (TypeError, ValueError, OverflowError, RuntimeError) as caught:
+            # Of one rank: the others must not wait for it.
             error = caught
         badness = _NO_NUMBER if error is not None else self._badness(value)
         worst = self._client.maximum([badness])[0]

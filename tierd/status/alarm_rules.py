@@ -244,7 +244,7 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
 def _without_commit_s(run: RunReport) -> float:
     """How long the trainers that are attached have trained without a commit in hot; 0 if it is not known."""
     hot, durable = run.tiers.get("hot"), [tier for tier, newest in run.tiers.items() if newest and tier != "memory"]
-    if hot is None and (durable or run.nodes is not UNSET and run.nodes.parts):
+    if hot is None and (durable or (run.nodes is not UNSET and run.nodes.parts)):
         return 0.0
     known_s = [each for each in (None if hot is None else hot.age_s, run.attached_s) if each is not None]
     return min(known_s, default=0.0)
