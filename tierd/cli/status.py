@@ -48,6 +48,7 @@ UNKNOWN = 3
 _CODES = {Severity.WARNING: 1, Severity.CRITICAL: 2}
 _LISTED_FAILURES = 5
 _PAUSE_SHOWN_S = 10.0
+_LISTED_OLD_S = 60.0
 _RETRIED = ("tier-unreachable", "cold-unreachable")  # sections of the runbook
 Check = Annotated[
     bool,
@@ -149,7 +150,7 @@ def _print(report: StatusReport, settings: Settings) -> None:
     if not report.runs:
         print_result("no run is known")
     for run in report.runs:
-        _print_run(run, settings, on_hot_disk=any(tier.is_on_hot_disk for tier in report.tiers))
+        _print_run(run, settings, report.tiers)
     table(
         ["TIER", "CHECKPOINTS", "USED", "FREE", "WHERE"],
         [
@@ -160,6 +161,7 @@ def _print(report: StatusReport, settings: Settings) -> None:
                 "" if tier.free_bytes is None else size(tier.free_bytes),
                 tier.url
                 + ("  on hot's disk" if tier.is_on_hot_disk else "")
+                + (f"  as listed {duration(tier.listed_age_s)} ago" if (tier.listed_age_s or 0) > _LISTED_OLD_S else "")
                 + (f"  {_place_problem(tier, tier.error)}" if tier.error else ""),
             ]
             for tier in report.tiers
@@ -259,7 +261,7 @@ def _print_queue(queue: QueueReport) -> None:
         print_result(f"GIVEN UP: {no_space} checkpoints were deleted before {queue.tier} had them: hot had no room")
 
 
-def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None:
+def _print_run(run: RunReport, settings: Settings, tiers: list[TierReport]) -> None:
     nodes = None if run.nodes is UNSET else run.nodes
     expected = run.world_size and (len(nodes.ranks) if nodes else run.world_size)
     count = f"{run.ranks_attached} of {expected}" if expected else "no"
@@ -291,7 +293,7 @@ def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None
     for risk in run.at_risk:
         if run.state == "running" or risk.tier is None or risk.steps or risk.seconds:
             whose = "the trainers are" if risk.lost == "trainers" else f"the {risk.lost} is"
-            print_result(f"  if {whose} lost now: {_risk(risk, on_hot_disk=on_hot_disk)}")
+            print_result(f"  if {whose} lost now: {_risk(risk, tiers)}")
     if run.unhealthy_steps:
         steps = ", ".join(map(str, dict.fromkeys(run.unhealthy_steps)))  # a step may be of several generations
         print_result(f"  UNHEALTHY: step {steps}: numbers that are not finite, or a bad loss")
@@ -301,16 +303,18 @@ def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None
     print_result("")
 
 
-def _risk(risk: RiskReport, *, on_hot_disk: bool) -> str:
+def _risk(risk: RiskReport, tiers: list[TierReport]) -> str:
     if risk.tier is None:
         which = "second cold tier" if risk.lost == "region" else "cold tier"
-        which += " off hot's disk" if on_hot_disk else ""
+        which += " off hot's disk" if any(tier.is_on_hot_disk for tier in tiers) else ""
         return f"all work is lost: no {which} has a checkpoint"
     work = [f"{risk.steps} step{'' if risk.steps == 1 else 's'}"] if risk.steps is not None else []
     work += [] if risk.seconds is None else [duration(risk.seconds)]
     work += [] if not risk.gpu_seconds else [f"{duration(risk.gpu_seconds)} of GPU time"]
     restore = "" if risk.restore_s is None else f"; a restore takes {duration(risk.restore_s)}"
-    return f"{', '.join(work)}; back to step {risk.step} from {risk.tier}{restore}"
+    is_known = all(tier.is_known for tier in tiers if tier.name == risk.tier)
+    place = risk.tier if is_known else f"{risk.tier}, WHICH IS NOT REACHABLE"
+    return f"{', '.join(work)}; back to step {risk.step} from {place}{restore}"
 
 
 def _newest(checkpoint: NewestCheckpoint | NewestPart) -> str:

@@ -113,7 +113,7 @@ class CadenceReport(msgspec.Struct, kw_only=True):
 
 
 class RunReport(msgspec.Struct, kw_only=True):
-    """`world_size`, `ranks_attached`, `attached_s` (how long any has been), `state`, `reason` and `ended_age_s` (how the
+    """`world_size`, `ranks_attached`, `attached_s` (how long any is), `state`, `reason` and `ended_age_s` (how the
     trainers are, or ended, and when), `pause`, `cadence` and `newer_generation` (begun elsewhere), of trainers that are
     attached: only the daemon knows. `tiers`: what each has whole. `at_risk`: what a loss now costs. `nodes`: only of a
     run over several nodes."""
