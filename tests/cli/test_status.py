@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from tests.support.cli import make_house
+from tests.support.daemon import Daemon
+from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli.options import Settings
 from tierd.cli.status import _print  # pyright: ignore[reportPrivateUsage]
 from tierd.status.report import RunReport, StatusReport, TierReport
@@ -19,13 +25,11 @@ RUN = RunReport(
 HOT = TierReport(name="hot", url="file:///nvme", is_known=True, checkpoints=3, used_bytes=30, listed_age_s=4.0)
 
 
-def shown(capsys: pytest.CaptureFixture[str], cold: TierReport) -> str:
-    status = StatusReport(
-        version="0", node="n1", pid=1, uptime_s=9.0, is_ready=True, runs=[RUN], tiers=[HOT, cold]
-    )  # fmt: skip
+def shown(capsys: pytest.CaptureFixture[str], cold: TierReport, run: RunReport = RUN) -> str:
+    status = StatusReport(version="0", node="n1", pid=1, uptime_s=9.0, is_ready=True, runs=[run], tiers=[HOT, cold])
     _print(status, Settings(None))
-    page = run_page(status, RUN, [], {})
-    assert ("at step 5 from cold, which is not reachable" in page) is not cold.is_known
+    is_reserved = run is RUN and not cold.is_known
+    assert ("at step 5 from cold, which is not reachable" in run_page(status, run, [], {})) is is_reserved
     return capsys.readouterr().out
 
 
@@ -39,8 +43,44 @@ def test_a_restart_from_a_tier_that_cannot_be_reached_says_so(capsys: pytest.Cap
     assert "s3://b/p  NOT REACHABLE: no connection\n" in text
 
 
+def test_a_tier_that_is_not_listed_yet_may_have_what_the_others_lack(capsys: pytest.CaptureFixture[str]) -> None:
+    cold = TierReport(name="cold", url="s3://b/p", is_known=False, error=NOT_LISTED_YET)
+    lost = RunReport(run="gpt", generation=1, state="running", at_risk=[RiskReport(lost="node")])
+    text = shown(capsys, cold, lost)
+    assert "all work is lost: no cold tier has a checkpoint that is known; NOT KNOWN: cold\n" in text
+    assert "s3://b/p  note: not listed yet\n" in text
+
+
 def test_an_old_listing_is_shown_with_its_age(capsys: pytest.CaptureFixture[str]) -> None:
     cold = TierReport(name="cold", url="s3://b/p", is_known=True, checkpoints=1, used_bytes=10, listed_age_s=400.0)
     text = shown(capsys, cold)
     assert "s3://b/p  as listed 6 min 40 s ago\n" in text
     assert "file:///nvme\n" in text
+
+
+def test_the_check_prints_json_also_where_nothing_is_known(tmp_path: Path) -> None:
+    house = make_house(tmp_path, more="wrong = 1")
+    result = house.tierd("status", "--check", "--json")
+    assert result.exit_code == 3
+    assert "wrong" in json.loads(result.stdout)["unknown"]
+
+
+def test_a_directory_that_is_not_there_has_an_unknown_number_of_checkpoints(tmp_path: Path) -> None:
+    house = make_house(tmp_path)
+    house.cold.rmdir()
+    hot, cold = json.loads(house.tierd("status", "--json").stdout)["tiers"]
+    assert (hot["checkpoints"], hot["used_bytes"]) == (0, 0)
+    assert (cold["checkpoints"], cold["used_bytes"], cold["error"]) == (None, None, "no such directory")
+
+
+def test_a_token_that_cannot_be_read_is_named_and_no_daemon_is_missed(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a" * 32)
+    (tmp_path / "token").chmod(0o600)
+    with Daemon(tmp_path, more='[listen]\ntoken_file = "token"\n') as daemon:
+        assert daemon.tierd("status", "--check").returncode == 0
+        daemon.config.write_text(daemon.config.read_text().replace('"token"', '"none"'))
+        checked = daemon.tierd("status", "--check")
+        shown = daemon.tierd("status")
+    assert checked.returncode == 2
+    assert "/none', although its process" in checked.stdout
+    assert "no daemon" not in shown.stdout

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.test_grafana import rules
+from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.memory.progress import Pause
 from tierd.status.alarm import Severity
 from tierd.status.alarm_rules import alarms
@@ -29,6 +30,7 @@ from tierd.status.report import (
 
 NOW = datetime(2025, 1, 1, 12, tzinfo=UTC)
 HOT = TierReport(name="hot", url="file:///nvme", is_known=True, checkpoints=2, used_bytes=20, free_bytes=1000)
+UNLISTED = TierReport(name="cold", url="s3://bucket/prefix", is_known=False, error=NOT_LISTED_YET)
 BUCKET = TierReport(name="cold", url="s3://bucket/prefix", is_known=True, checkpoints=2, used_bytes=20)
 
 
@@ -99,6 +101,7 @@ WRONG: list[tuple[str, StatusReport]] = [
     ("TierdDiskAlmostFull", status(tiers=[msgspec.structs.replace(HOT, free_bytes=19)])),
     ("TierdHalted", status(tiers=[TierReport(name="hot", url="file:///nvme", is_known=False, error="I/O error")])),
     ("TierdColdRequestsFail", status(tiers=[TierReport(name="cold", url="s3://b/p", is_known=False, error="403")])),
+    ("TierdColdRequestsFail", status(tiers=[UNLISTED], uptime_s=601.0)),
     ("TierdHalted", status(halted=["unreadable_manifest: x"])),
     ("TierdHalted", status(halted=["shared_generation: x"])),
     ("TierdDamagedReplica", status(halted=["damaged_replica: x"])),
@@ -117,6 +120,7 @@ WRONG: list[tuple[str, StatusReport]] = [
 ]  # fmt: skip
 RIGHT = [
     status(),
+    status(tiers=[UNLISTED], uptime_s=9.0),
     status(queues=[QueueReport(tier="hot", checkpoints=1, oldest_age_s=10.0), QueueReport(tier="cold", checkpoints=1)]),
     status(halted=["tier_unreachable: the tier itself says it"]),
     failed("wire", "full", at="2025-01-01T11:40:00+00:00"),
@@ -163,6 +167,13 @@ def test_checkpoint_with_nan_is_named_once_and_never_as_damaged_bytes() -> None:
 def test_a_daemon_that_is_stopped_is_continued_and_not_started_again() -> None:
     (alarm,) = alarms(status(pid=None, holder=HolderReport(pid=7, state="T")), NOW)
     assert (alarm.severity, alarm.command) == (Severity.CRITICAL, "kill -CONT 7")
+
+
+def test_a_daemon_that_cannot_be_asked_is_not_said_to_be_absent() -> None:
+    (alarm,) = alarms(status(pid=None, silence="HTTP 401 Unauthorized"), NOW)
+    assert alarm.message == "it is not known whether a daemon takes snapshots here: HTTP 401 Unauthorized"
+    (alarm,) = alarms(status(pid=None), NOW)
+    assert alarm.message == "no daemon runs here: no snapshots are taken"
 
 
 def test_many_lost_checkpoints_are_one_alarm_for_each_tier_and_run() -> None:

@@ -16,6 +16,7 @@ from msgspec import UNSET
 from tierd import __version__
 from tierd.catalog.catalog import Catalog
 from tierd.catalog.decisions import halted, to_reap
+from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
@@ -71,7 +72,7 @@ async def status(context: typer.Context, json: options.Json = False, check: Chec
     except TierdError as error:
         if not check:
             raise
-        print_result(f"UNKNOWN: {error.message}")
+        print_report({"unknown": error.message}, as_json=json, text=f"UNKNOWN: {error.message}")
         return UNKNOWN
 
 
@@ -81,6 +82,7 @@ async def _status(settings: Settings, *, as_json: bool, is_check: bool) -> int:
         report = daemon_http.find(settings.config(), with_nodes=True).status
     except DaemonUnreachable as error:
         report, unreachable = await _list(settings), error
+        report.silence = "" if daemon_http.is_absent(error) else error.message
         report.alarms = alarms(report, now())
     if is_check and not as_json:
         _print_check(report)
@@ -114,8 +116,9 @@ async def _list(settings: Settings) -> StatusReport:
             tier_free_bytes = await free_bytes(tier) if is_there else None
             tiers.append(tier_report(catalog, name, tier.store.url, tier_free_bytes, to_reap=left.get(name)))
             tiers[-1].is_on_hot_disk = name in on_hot_disk
-            if name in opened.absent:
+            if name in opened.absent:  # it may be a disk that is not mounted
                 tiers[-1].error = "no such directory"
+                tiers[-1].checkpoints = tiers[-1].used_bytes = None
         return StatusReport(
             version=__version__,
             node=settings.config().daemon.node,
@@ -140,6 +143,8 @@ def _run_report(catalog: Catalog, run: Run, on_hot_disk: Set[str]) -> RunReport:
 def _print(report: StatusReport, settings: Settings) -> None:
     if report.pid is None and report.holder is not None:
         print_result(f"the daemon, pid {report.holder.pid}, does not answer; the tiers were read just now", "")
+    elif report.pid is None and report.silence:
+        print_result("no daemon answers; the tiers were read just now", "")
     elif report.pid is None:
         print_result("no daemon: no snapshots are taken here; the following was read from the tiers just now", "")
     else:
@@ -232,7 +237,11 @@ def _watch_problems(report: StatusReport) -> list[str]:
 
 def _place_problem(tier: TierReport, error: str) -> str:
     """Without the hint where the tier cannot be reached: that is below its alarm."""
-    return f"note: {error}" if tier.is_known else f"NOT REACHABLE: {error.partition(' (hint: ')[0]}"
+    return (
+        f"note: {error}"
+        if tier.is_known or error == NOT_LISTED_YET
+        else f"NOT REACHABLE: {error.partition(' (hint: ')[0]}"
+    )
 
 
 def _with_config(command: str, settings: Settings) -> str:
@@ -307,7 +316,9 @@ def _risk(risk: RiskReport, tiers: list[TierReport]) -> str:
     if risk.tier is None:
         which = "second cold tier" if risk.lost == "region" else "cold tier"
         which += " off hot's disk" if any(tier.is_on_hot_disk for tier in tiers) else ""
-        return f"all work is lost: no {which} has a checkpoint"
+        unknown = [tier.name for tier in tiers if not tier.is_known and tier.name != HOT]
+        known = f" that is known; NOT KNOWN: {', '.join(unknown)}" if unknown else ""
+        return f"all work is lost: no {which} has a checkpoint{known}"
     work = [f"{risk.steps} step{'' if risk.steps == 1 else 's'}"] if risk.steps is not None else []
     work += [] if risk.seconds is None else [duration(risk.seconds)]
     work += [] if not risk.gpu_seconds else [f"{duration(risk.gpu_seconds)} of GPU time"]

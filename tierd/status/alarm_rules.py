@@ -13,6 +13,7 @@ from datetime import datetime
 
 from msgspec import UNSET
 
+from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.format.node_file import ranks_text
 from tierd.format.text import duration, size
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
@@ -31,6 +32,7 @@ COLD_LATE_S = 3600.0
 SIDECAR_LATE_S = 600.0
 COMMIT_STALLED_S = 1800.0
 PEER_LATE_S = 900.0
+FIRST_LISTING_S = 600.0  # of a large bucket, after the start of the daemon
 _PASSING = ("transient", "tier_unreachable")
 LISTED_LOST = 3
 ROOM_CHECKPOINTS = 2  # hot needs room for as many more
@@ -69,7 +71,7 @@ def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
         *_of_daemon(status),
         *_of_failures(status, recent),
         *_of_hot(status, recent),
-        *(alarm for tier in status.tiers for alarm in _of_tier(tier)),
+        *(alarm for tier in status.tiers for alarm in _of_tier(tier, status.uptime_s or 0.0)),
         *(alarm for queue in status.queues for alarm in _of_queue(queue, recent, now)),
         *(alarm for watch in status.watches for alarm in _of_watch(watch)),
         *(_of_sidecars(status.sidecars) if status.sidecars is not None else ()),
@@ -102,8 +104,12 @@ def _of_daemon(status: StatusReport) -> Iterator[Alarm]:
     if status.pid is None and holder is not None:
         state = _STATES.get(holder.state, f"its state is {holder.state}")
         what = f"the daemon, pid {holder.pid}, holds the lock of hot and does not answer: {state}"
+        what += f"; {status.silence}" if status.silence and not holder.is_stopped else ""
         command = f"kill -CONT {holder.pid}" if holder.is_stopped else f"ps -o pid,stat,wchan,etime -p {holder.pid}"
         yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", command)
+    elif status.pid is None and status.silence:
+        what = f"it is not known whether a daemon takes snapshots here: {status.silence}"
+        yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", "tierd doctor")
     elif status.pid is None:
         what = "no daemon runs here: no snapshots are taken"
         yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", "tierd serve")
@@ -155,7 +161,9 @@ def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm
             yield _alarm("TierdDiskAlmostFull", WARNING, what, "disk-full", "tierd lifecycle --explain")
 
 
-def _of_tier(tier: TierReport) -> Iterator[Alarm]:
+def _of_tier(tier: TierReport, uptime_s: float) -> Iterator[Alarm]:
+    if tier.error == NOT_LISTED_YET and uptime_s < FIRST_LISTING_S:
+        return
     if tier.error and not tier.is_known:
         what = f"{tier.name} is NOT REACHABLE, so nothing that depends on it is deleted: {tier.error}"
         if tier.name == "hot" or not tier.url.startswith("s3://"):

@@ -227,7 +227,8 @@ class HolderReport(msgspec.Struct, kw_only=True):
 
 
 class StatusReport(msgspec.Struct, kw_only=True):
-    """`pid` None: no daemon answers, and the tiers were listed by the CLI; `holder`: a daemon runs all the same.
+    """`pid` None: no daemon answers, and the tiers were listed by the CLI; `holder`: a daemon runs all the same, and
+    `silence`: it may run, and why it cannot be asked.
     `alarms`: what is wrong, and what to type next. `peer_address`: where other nodes read the
     parts of this one; empty: nowhere. `peer_fingerprint`: of its TLS certificate there; empty without TLS."""
 
@@ -250,6 +251,7 @@ class StatusReport(msgspec.Struct, kw_only=True):
     costs: CostsReport = msgspec.field(default_factory=CostsReport)
     failures: list[FailureReport] = []
     holder: HolderReport | None = None
+    silence: str = ""
     alarms: list[Alarm] = []
 
 
