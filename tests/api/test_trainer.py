@@ -190,6 +190,30 @@ def test_a_stale_generation_is_fenced_and_never_commits(daemon: Daemon, run: str
     assert daemon.steps("hot", run) == []
 
 
+def greet_and_stay(path: str, hello: wire.Hello, pipe: Connection) -> None:
+    with Peer(path) as peer:
+        peer.send(hello)
+        pipe.send(peer.hear(wire.Welcome).generation)
+        with contextlib.suppress(EOFError):
+            pipe.recv()
+
+
+def test_a_trainer_whose_pid_is_not_visible_says_that_it_begins_anew_itself(daemon: Daemon, run: str) -> None:
+    """As in another container. Here its generations have different processes, which look like different trainers."""
+    with Peer(daemon.socket) as first, contextlib.ExitStack() as stack:
+        first.greet(run)
+        fenced = daemon.metric("tierd_fenced_total")
+        for count, generation in ((0, 2), (1, 3)):
+            here, there = context.Pipe()
+            stack.callback(here.close)
+            hello = msgspec.structs.replace(first.hello(run), continues=1)
+            process = ForkedProcess(greet_and_stay, daemon.socket, hello, there)
+            stack.callback(process.kill)
+            there.close()
+            assert here.recv() == generation
+            assert daemon.metric("tierd_fenced_total") == fenced + count
+
+
 def test_a_skipped_step_that_all_ranks_report_is_counted_once(daemon: Daemon, run: str) -> None:
     with Peer(daemon.socket) as first, Peer(daemon.socket) as second:
         first.greet(run, rank=0, world_size=2)

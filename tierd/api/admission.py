@@ -201,7 +201,7 @@ class Admission:
         self._quotas.joined(connection.peer_uid, run)
         self._catalog.saw_generation(run, generation)
         if previous and generation > previous:
-            self._fence(run, generation, connection.peer_pid)
+            self._fence(run, generation, connection.peer_pid, continues=hello.continues)
         key = (run, rank)
         if key in self._sessions:
             self._sessions[key].finish()
@@ -340,11 +340,13 @@ class Admission:
                 await tier.replace_claim(run, generation, msgspec.structs.replace(claim, hot=""))
             return True
 
-    def _fence(self, run: Run, generation: Generation, pid: int) -> None:
-        """End the sessions of older generations. `pid`: of the trainer that begins this one, 0 where it is not visible.
-        It is reported unless this trainer begins anew itself, as a restore after a snapshot does."""
+    def _fence(self, run: Run, generation: Generation, pid: int, *, continues: int) -> None:
+        """End the sessions of older generations. `pid`: of the trainer that begins this one, 0 where it is not visible,
+        as in another container. It is reported unless this trainer begins anew itself, as a restore after a snapshot
+        does. `continues`: as of Hello."""
         replaced = [key for key, each in self._sessions.items() if each.run == run and each.generation < generation]
         is_renewal = pid > 0 and pid in [self._sessions[key].connection.peer_pid for key in replaced]
+        is_renewal |= all(self._sessions[key].generation == continues for key in replaced)
         for key in replaced:
             session = self._sessions.pop(key)
             session.post(wire.Fenced(generation=generation))
