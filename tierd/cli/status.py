@@ -166,7 +166,7 @@ def _print(report: StatusReport, settings: Settings) -> None:
                 "" if tier.free_bytes is None else size(tier.free_bytes),
                 tier.url
                 + ("  on hot's disk" if tier.is_on_hot_disk else "")
-                + (f"  as listed {duration(tier.listed_age_s)} ago" if (tier.listed_age_s or 0) > _LISTED_OLD_S else "")
+                + _listed(tier.listed_age_s or 0.0)
                 + (f"  {_place_problem(tier, tier.error)}" if tier.error else ""),
             ]
             for tier in report.tiers
@@ -233,6 +233,10 @@ def _print_alarms(report: StatusReport, settings: Settings) -> None:
 
 def _watch_problems(report: StatusReport) -> list[str]:
     return [problem for watch in report.watches for problem in watch.problems]
+
+
+def _listed(age_s: float) -> str:
+    return f"  as listed {duration(age_s)} ago" if age_s > _LISTED_OLD_S else ""
 
 
 def _place_problem(tier: TierReport, error: str) -> str:
