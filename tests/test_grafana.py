@@ -157,6 +157,12 @@ def test_every_panel_uses_the_chosen_data_source_and_overlaps_no_other(name: str
     assert len(ids) == len(set(ids))
 
 
+def test_sizes_are_in_the_decimal_units_of_the_commands() -> None:
+    units = [panel.get("fieldConfig", {}).get("defaults", {}).get("unit", "") for panel in panels(*DASHBOARDS)]
+    assert {unit for unit in units if "byte" in unit or "Bps" in unit} == {"decbytes", "Bps"}
+    assert "humanize1024" not in (GRAFANA / "alerts.yml").read_text(encoding="utf-8")
+
+
 def test_rows_follow_the_data_from_snapshot_to_restore() -> None:
     rows = [one["title"] for one in dashboard()["panels"] if one["type"] == "row"]
     assert rows == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from tests.support.daemon import Daemon
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli.options import Settings
 from tierd.cli.status import _print  # pyright: ignore[reportPrivateUsage]
-from tierd.status.report import RunReport, StatusReport, TierReport
+from tierd.status.alarm_rules import alarms
+from tierd.status.report import FailureReport, QueueReport, RunReport, StatusReport, TierReport
 from tierd.status.work_at_risk import RiskReport
 from tierd.web.pages import run_page
 
+NOW = datetime(2025, 1, 1, tzinfo=UTC)
 RUN = RunReport(
     run="gpt",
     generation=1,
@@ -56,6 +59,34 @@ def test_an_old_listing_is_shown_with_its_age(capsys: pytest.CaptureFixture[str]
     text = shown(capsys, cold)
     assert "s3://b/p  as listed 6 min 40 s ago\n" in text
     assert "file:///nvme\n" in text
+
+
+def test_one_failure_is_on_the_screen_twice_and_not_once_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the alarm with its hint, and where the tier is."""
+    error = "list s3://b/p: no connection"
+    cold = TierReport(name="cold", url="s3://b/p", is_known=False, error=f"{error} (hint: is it up?)")
+    failures = [
+        FailureReport(
+            at=NOW.isoformat(), stage=stage, kind="tier_unreachable", message=error, hint="is it up?", count=9
+        )
+        for stage in ("list", "replicate")
+    ]
+    waiting = QueueReport(tier="cold", checkpoints=1)
+    status = StatusReport(
+        version="0",
+        node="n1",
+        pid=1,
+        uptime_s=900.0,
+        is_ready=True,
+        tiers=[HOT, cold],
+        failures=failures,
+        queues=[waiting],
+        halted=[f"tier_unreachable: cold: {error}"],
+    )
+    status.alarms = alarms(status, NOW)
+    _print(status, Settings(None))
+    text = capsys.readouterr().out
+    assert (text.count(error), text.count("is it up?")) == (2, 1), text
 
 
 def test_the_check_prints_json_also_where_nothing_is_known(tmp_path: Path) -> None:

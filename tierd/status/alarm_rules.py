@@ -67,12 +67,17 @@ _STALE = "TierdStaleSnapshots", CRITICAL, "stale-snapshots", "tierd ls"
 def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
     """Critical ones first."""
     recent = [each for each in status.failures if _age_s(each, now) < RECENT_S and not _is_over(each, status, now)]
+    unreachable = {tier.name for tier in status.tiers if not tier.is_known}
     found = [
         *_of_daemon(status),
         *_of_failures(status, recent),
         *_of_hot(status, recent),
         *(alarm for tier in status.tiers for alarm in _of_tier(tier, status.uptime_s or 0.0)),
-        *(alarm for queue in status.queues for alarm in _of_queue(queue, recent, now)),
+        *(
+            alarm
+            for queue in status.queues
+            for alarm in _of_queue(queue, [] if queue.tier in unreachable else recent, now)  # else the tier says it
+        ),
         *(alarm for watch in status.watches for alarm in _of_watch(watch)),
         *(_of_sidecars(status.sidecars) if status.sidecars is not None else ()),
         *_of_halts(status),
