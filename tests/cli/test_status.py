@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.support.cli import make_house
 from tests.support.daemon import Daemon
+from tests.support.waiting import DEADLINE_S
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli.options import Settings
 from tierd.cli.status import _print  # pyright: ignore[reportPrivateUsage]
@@ -115,3 +117,18 @@ def test_a_token_that_cannot_be_read_is_named_and_no_daemon_is_missed(tmp_path: 
     assert checked.returncode == 2
     assert "/none', although its process" in checked.stdout
     assert "no daemon" not in shown.stdout
+
+
+def test_watch_prints_it_again_until_it_is_interrupted(tmp_path: Path) -> None:
+    house = make_house(tmp_path)
+    assert house.tierd("status", "--watch", "--check").exit_code == 2
+    watching = house.start("status", "--watch")
+    try:
+        lines = [watching.stdout.readline() for _ in range(30)]
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(DEADLINE_S) == 128 + signal.SIGINT
+    finally:
+        watching.kill()
+        watching.communicate()
+    assert sum(line.startswith("CRITICAL: no daemon runs here") for line in lines) >= 2
+    assert "\x1b" not in "".join(lines)

@@ -6,7 +6,9 @@ exit code is that of a monitoring check.
 
 from __future__ import annotations
 
+import asyncio
 import shlex
+import sys
 from collections.abc import Set
 from typing import Annotated
 
@@ -18,11 +20,11 @@ from tierd.catalog.catalog import Catalog
 from tierd.catalog.decisions import halted, to_reap
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli import daemon_http, options
-from tierd.cli.console import duration, now, print_report, print_result, size, table
+from tierd.cli.console import duration, now, print_note, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
 from tierd.cli.roster_table import print_roster
-from tierd.errors import DaemonUnreachable, TierdError
+from tierd.errors import BadConfig, DaemonUnreachable, TierdError
 from tierd.format.ids import Run
 from tierd.format.node_file import ranks_text
 from tierd.lifecycle.policy import HOT
@@ -46,6 +48,7 @@ from tierd.status.work_at_risk import RiskReport, work_at_risk
 
 RUNBOOK = "docs/RUNBOOK.md"
 UNKNOWN = 3
+WATCH_S = 2.0
 _CODES = {Severity.WARNING: 1, Severity.CRITICAL: 2}
 _LISTED_FAILURES = 5
 _PAUSE_SHOWN_S = 10.0
@@ -57,16 +60,30 @@ Check = Annotated[
         "--check", help="Print only what is wrong, and exit with 0 (ok), 1 (warning), 2 (critical) or 3 (unknown)."
     ),
 ]
+Watch = Annotated[
+    bool,
+    typer.Option("--watch", help=f"Print it again every {WATCH_S:.0f} s, until Ctrl-C."),
+]
 
 _STATES = {"stopped": "stopped: start it again", "halted": "HALTED: a person must decide"}
 
 
-async def status(context: typer.Context, json: options.Json = False, check: Check = False) -> int:
+async def status(context: typer.Context, json: options.Json = False, check: Check = False, watch: Watch = False) -> int:
     """Print what can be restored, from where, what is at risk, and what stands still.
 
     Exits with 0 if the daemon answers, also while something is wrong, else with 13. With --check, as monitoring checks
     do: 0 ok, 1 warning, 2 critical, 3 unknown."""
     settings = settings_of(context)
+    if watch and check:
+        raise BadConfig("tierd status --watch --check: a check ends with one exit code", hint="give one of them")
+    while watch:
+        if sys.stdout.isatty():
+            typer.clear()
+        try:
+            await _status(settings, as_json=json, is_check=False)
+        except TierdError as error:
+            print_note(f"tierd: {error.message}")
+        await asyncio.sleep(WATCH_S)
     try:
         return await _status(settings, as_json=json, is_check=check)
     except TierdError as error:
