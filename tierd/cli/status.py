@@ -78,7 +78,7 @@ async def status(context: typer.Context, json: options.Json = False, check: Chec
         raise BadConfig("tierd status --watch --check: a check ends with one exit code", hint="give one of them")
     while watch:
         if sys.stdout.isatty():
-            typer.clear()
+            typer.echo("\x1b[2J\x1b[H", nl=False)  # an empty screen
         try:
             await _status(settings, as_json=json, is_check=False)
         except TierdError as error:
