@@ -54,6 +54,7 @@ class Generation:
         self._daemon_uid = daemon_uid
         self._proof = proof
         self._listeners: tuple[Listener, ...] = ()
+        self._former = 0  # the generation until now
         self._pid = os.getpid()
         self.is_closed = False
         """Set when the close begins: from then on `check_open` raises."""
@@ -74,6 +75,7 @@ class Generation:
             pool = SlotPool(session)
             on_error.pop_all()
         self.session, self.pool, self.number, self.node = session, pool, session.welcome.generation, node
+        self._former = self.number
         shared = {name: getattr(answer, name) for name in SHARED_SETTINGS} if node is not None else {}
         # An interval of the script's own replaces all of the cadence "auto".
         is_fixed = "every_steps" in self._overrides or "every_s" in self._overrides
@@ -173,4 +175,5 @@ class Generation:
             generation=number,
             starts_anew=self._starts_anew,
             proof=self._proof,
+            continues=self._former,
         )

@@ -46,11 +46,11 @@ class LossRule:
     def __post_init__(self) -> None:
         if self.action not in ("halt", "rollback"):
             raise BadConfig(f"LossRule(action={self.action!r}): expected 'halt' or 'rollback'")
-        if not (self.spike == 0 or 1 < self.spike < math.inf):
+        if not _is_number(self.spike) or not (self.spike == 0 or 1 < self.spike < math.inf):
             raise BadConfig(f"LossRule(spike={self.spike!r}): expected 0 for none, or a factor above 1")
-        if self.window < LOSSES_LEAST:
+        if not _is_whole(self.window) or self.window < LOSSES_LEAST:
             raise BadConfig(f"LossRule(window={self.window!r}): expected {LOSSES_LEAST} losses or more")
-        if self.max_rollbacks < 0:
+        if not _is_whole(self.max_rollbacks) or self.max_rollbacks < 0:
             raise BadConfig(f"LossRule(max_rollbacks={self.max_rollbacks!r}): expected 0 or more")
 
 
@@ -93,7 +93,8 @@ class LossGuard:
         value, error = None, None
         try:
             value = _number(loss)
-        except (TypeError, ValueError, RuntimeError) as caught:  # of one rank: the others must not wait for it
+        except (TypeError, ValueError, OverflowError, RuntimeError) as caught:
+            # Of one rank: the others must not wait for it.
             error = caught
         badness = _NO_NUMBER if error is not None else self._badness(value)
         worst = self._client.maximum([badness])[0]
@@ -187,6 +188,14 @@ class LossGuard:
             self._client.snapshot(step, self._state, metrics=metrics, milestone=name)
         except TierdError as error:
             log.error("tierd: no snapshot of step %d, whose loss is bad: %s", step, error)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def _number(loss: SupportsFloat | None) -> float | None:

@@ -79,7 +79,7 @@ class DaemonSession:
         node, welcome = hello.node, self.welcome
         if node is not None and hello.generation is None:
             node = msgspec.structs.replace(node, claim=welcome.claim, base=welcome.base)
-        self.hello = msgspec.structs.replace(hello, generation=welcome.generation, node=node)
+        self.hello = msgspec.structs.replace(hello, generation=welcome.generation, node=node, continues=0)
         self.is_attached = True
         _connected.add(self)
         self._attached_s = self._detached_s = time.monotonic()

@@ -21,7 +21,8 @@ from tierd.api.operator import Operator
 from tierd.api.web_pages import WebPages
 from tierd.copies import Reason
 from tierd.errors import Corrupt
-from tierd.format.ids import Run, checkpoint_id
+from tierd.format.ids import Generation, Rank, Run, checkpoint_id
+from tierd.format.manifest import REPORTED_UNHEALTHY
 from tierd.format.node_messages import NodeRanks
 from tierd.metrics import OTHER_RUNS
 
@@ -115,6 +116,21 @@ async def test_status_reports_newest_checkpoints_tiers_and_queues(house: House) 
     assert (status["is_ready"], status["halted"], status["pid"]) == (True, [], 42)
 
 
+async def test_a_start_that_has_saved_nothing_puts_only_its_own_work_at_risk(house: House) -> None:
+    await with_history(house)
+    memory, monotonic_s = house.rooms.memory, house.rooms.context.monotonic_s
+    memory.progress.entered(Run(RUN), monotonic_s())
+    risks = (await house.json("/api/v1/status"))["runs"][0]["at_risk"]
+    assert [risk["seconds"] for risk in risks if risk["lost"] == "trainers"] == [90.0]
+    memory.enter(Run(RUN), Generation(2), Rank(0), 2)
+    memory.progress.entered(Run(RUN), monotonic_s(), is_start=True)
+    (run,) = (await house.json("/api/v1/status"))["runs"]
+    (risk,) = (risk for risk in run["at_risk"] if risk["lost"] == "trainers")
+    assert (run["generation"], risk["step"]) == (2, 8)
+    assert risk["seconds"] < 60.0
+    assert run["attached_s"] < 60.0
+
+
 async def test_a_part_is_never_reported_as_a_checkpoint_that_can_be_restored(house: House) -> None:
     node = NodeRanks(ranks=[0, 1], lowest=[0, 2], claim="0" * 32, base=0)
     house.rooms.seal(7, [b"seven", b"7"], node=node, world_size=4, number=1)
@@ -147,6 +163,16 @@ async def test_a_part_is_never_reported_as_a_checkpoint_that_can_be_restored(hou
     assert samples["tierd_peer_lag_seconds", (RUN,)] == 7.0
     assert samples["tierd_commit_missing_ranks", (RUN, "cold")] == 2
     assert "7: part 2/4 ranks" in (await house.get("/"))[1]
+
+
+async def test_snapshot_whose_loss_was_bad_is_not_what_a_restart_takes(house: House) -> None:
+    """It is in memory alone, and nothing has examined it."""
+    await with_history(house)
+    house.rooms.seal(9, [b"nine!!", b"9"], metrics={REPORTED_UNHEALTHY: 1.0})
+    (run,) = (await house.json("/api/v1/status"))["runs"]
+    assert (run["tiers"]["memory"]["step"], run["at_risk"][0]["step"], run["unhealthy_steps"]) == (8, 8, [9])
+    rows = await house.json("/api/v1/checkpoints")
+    assert [(row["step"], row["healthy"]) for row in rows] == [(9, False), (8, None), (7, None)]
 
 
 async def test_gauges_equal_the_current_state(house: House) -> None:

@@ -13,7 +13,7 @@ from tierd.api.packets import PacketConnection
 from tierd.api.run_secrets import RunSecrets
 from tierd.api.session import NO_RANK, TrainerSession
 from tierd.errors import WrongSecret
-from tierd.format import layout
+from tierd.format import layout, wire
 from tierd.format.ids import Generation, Rank, Run
 
 RUN = Run("run")
@@ -30,7 +30,10 @@ def connection() -> Iterator[PacketConnection]:
 
 
 def session(connection: PacketConnection, proof: str, rank: Rank = NO_RANK) -> TrainerSession:
-    return TrainerSession(connection, RUN, rank, Generation(1), proof=proof)
+    hello = wire.Hello(
+        protocol=wire.PROTOCOL_VERSION, version="0", run=RUN, rank=0, world_size=1, generation=1, proof=proof
+    )
+    return TrainerSession(connection, RUN, rank, Generation(1), hello=hello)
 
 
 async def test_a_secret_that_could_not_be_written_holds_and_is_written_by_the_next_join(

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,12 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.daemon import Daemon, serving
+from tests.support.nodes import nodes
 from tests.support.processes import ForkedProcess, context
 from tests.support.slots import PAGE_BYTES, make_memfd, make_sealed
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.wire_peer import Peer
 from tierd.api.session import OUTBOX_MAX
 from tierd.format import wire
+from tierd.memory.progress import SILENT_MIN_S
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +91,7 @@ def test_a_snapshot_is_accepted_and_persisted_and_the_next_one_releases_its_slot
     assert daemon.steps("hot", run) == [10, 20]
 
 
-def test_only_rank_0_reports_step_times(daemon: Daemon, run: str) -> None:
+def test_only_the_lowest_rank_of_a_node_reports_step_times(daemon: Daemon, run: str) -> None:
     with Peer(daemon.socket) as first, Peer(daemon.socket) as second, Peer(daemon.socket) as operator:
         welcome = first.greet(run, rank=0, world_size=2)
         assert welcome.report_s > 0
@@ -99,6 +102,21 @@ def test_only_rank_0_reports_step_times(daemon: Daemon, run: str) -> None:
         second.send(wire.Stepped(seconds=0.1))
         assert "nan s from rank 0" in refusal(first).message
         assert "from rank 1" in refusal(second).message
+
+
+def test_every_node_of_a_run_gets_step_times(tmp_path: Path) -> None:
+    """Else the daemon of another node than that of rank 0 would take trainers for silent between two snapshots."""
+    with nodes(tmp_path) as (here, there), Peer(here.socket) as first, Peer(there.socket) as other:
+        own = wire.NodeRanks(ranks=[0, 1], lowest=[0, 2])
+        first.send(msgspec.structs.replace(first.hello("run", world_size=4), node=own))
+        start = first.hear(wire.Welcome)
+        lowest = msgspec.structs.replace(own, ranks=[2, 3], claim=start.claim, base=start.base)
+        joins = other.hello("run", rank=2, world_size=4, generation=start.generation)
+        other.send(msgspec.structs.replace(joins, node=lowest))
+        assert other.hear(wire.Welcome).report_s == start.report_s > 0
+        other.send(wire.Stepped(seconds=0.5))
+        limit = 'tierd_run_pause_limit_seconds{run="run"}'
+        wait_until(lambda: there.metric(limit) == SILENT_MIN_S, "the step time to be taken")
 
 
 def test_the_newest_complete_set_is_kept_while_a_rank_has_not_sealed_the_next(daemon: Daemon, run: str) -> None:
@@ -170,6 +188,30 @@ def test_a_stale_generation_is_fenced_and_never_commits(daemon: Daemon, run: str
                 reconnected.greet(run, generation=1)
             assert reconnected.is_dropped()
     assert daemon.steps("hot", run) == []
+
+
+def greet_and_stay(path: str, hello: wire.Hello, pipe: Connection) -> None:
+    with Peer(path) as peer:
+        peer.send(hello)
+        pipe.send(peer.hear(wire.Welcome).generation)
+        with contextlib.suppress(EOFError):
+            pipe.recv()
+
+
+def test_a_trainer_whose_pid_is_not_visible_says_that_it_begins_anew_itself(daemon: Daemon, run: str) -> None:
+    """As in another container. Here its generations have different processes, which look like different trainers."""
+    with Peer(daemon.socket) as first, contextlib.ExitStack() as stack:
+        first.greet(run)
+        fenced = daemon.metric("tierd_fenced_total")
+        for count, generation in ((0, 2), (1, 3)):
+            here, there = context.Pipe()
+            stack.callback(here.close)
+            hello = msgspec.structs.replace(first.hello(run), continues=1)
+            process = ForkedProcess(greet_and_stay, daemon.socket, hello, there)
+            stack.callback(process.kill)
+            there.close()
+            assert here.recv() == generation
+            assert daemon.metric("tierd_fenced_total") == fenced + count
 
 
 def test_a_skipped_step_that_all_ranks_report_is_counted_once(daemon: Daemon, run: str) -> None:

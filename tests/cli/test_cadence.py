@@ -14,6 +14,7 @@ from tests.support.trainer import Trainer
 from tests.support.waiting import wait_until
 
 NODE_LOSS = ("--mtbf-hours", "24", "--save-s", "1", "--restart-s", "60", "--node-loss-share", "0.5", "--json")
+HUGE = "1" + 400 * "0"
 REFERENCE = ["--gpus", "2048", "--gpu-mtbf-days", "180", "--save-s", "120"]
 
 
@@ -100,11 +101,15 @@ def test_plot_is_written(tmp_path: Path) -> None:
         ([*REFERENCE, "--mtbf-hours", "3"], "must be given in one way"),
         (["--mtbf-hours", "3"], "no daemon here has measured a snapshot"),
         (["--mtbf-hours", "nan", "--save-s", "1"], "the MTBF is nan s"),
-        (["--gpus", "0", "--gpu-mtbf-days", "1", "--save-s", "1"], "there are 0 GPUs"),
+        (["--gpus", "0", "--gpu-mtbf-days", "1", "--save-s", "1"], "the number of GPUs is 0"),
+        (["--gpus", HUGE, "--gpu-mtbf-days", "1", "--save-s", "1"], "the number of GPUs is out of range"),
+        (["--failures", HUGE, "--in-hours", "1", "--save-s", "1"], "--failures is out of range"),
+        (["--mtbf-hours", "1e-320", "--save-s", "1"], "e-317 s, expected 1e-09 s to"),
+        (["--mtbf-hours", "1", "--save-s", "1e-300"], "the save cost is 1e-300 s"),
         (["--failures", "0", "--in-hours", "1", "--save-s", "1"], "--failures is 0"),
         ([*REFERENCE, "--node-loss-share", "2"], "lose a node is 2, expected 0 to 1"),
         ([*REFERENCE, "--interval-s", "-5"], "the interval is -5 s"),
-        ([*REFERENCE, "--interval-s", "1e300"], "at most 1e+10 s"),
+        ([*REFERENCE, "--interval-s", "1e300"], "expected 1e-09 s to 1e+10 s"),
         ([*REFERENCE, "--svg", "no/such/folder/x.svg"], "write no/such/folder/x.svg"),
     ],
 )

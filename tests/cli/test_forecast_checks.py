@@ -58,6 +58,21 @@ def test_the_cap_and_what_the_daemon_has_measured(tmp_path: Path) -> None:
             assert "too small to show the rate" in found["upload rate"]["message"], "a copy of some kB is all latency"
 
 
+@pytest.mark.parametrize(
+    "wrong", [("--state-gb", "inf"), ("--state-gb", "1e300"), ("--every-s", "inf"), ("--every-s", "1e300")]
+)
+def test_numbers_out_of_range_are_refused_with_the_range(tmp_path: Path, wrong: tuple[str, str]) -> None:
+    refused = make_house(tmp_path).tierd("doctor", "--json", "--state-gb", "1", *wrong)
+    assert (refused.exit_code, refused.stdout) == (2, ""), refused.output
+    assert "this is a bug" not in refused.stderr
+
+
+def test_the_largest_numbers_have_a_forecast(tmp_path: Path) -> None:
+    house = make_house(tmp_path)
+    assert forecast(house, "--state-gb", "1e9", "--every-s", "1", "--every-steps", "1000000000")
+    assert forecast(house, "--state-gb", "1e9", "--every-s", "1e9", "--every-steps", "1")
+
+
 def test_less_than_a_byte_of_state_is_a_mistake(tmp_path: Path) -> None:
     refused = make_house(tmp_path).tierd("doctor", "--json", "--state-gb", "0.0000001", "--every-s", "60")
     assert refused.exit_code == 2, refused.output

@@ -148,7 +148,10 @@ def test_a_bad_loss_on_one_rank_takes_all_ranks_back(daemon: Daemon, run: str, t
 
 @pytest.mark.parametrize(
     "options",
-    [{"action": "stop"}, {"spike": 1.0}, {"spike": math.nan}, {"spike": -1}, {"window": 3}, {"max_rollbacks": -1}],
+    [
+        *({"action": "stop"}, {"spike": 1.0}, {"spike": math.nan}, {"spike": -1}, {"spike": "3"}, {"window": 3}),
+        *({"window": 20.5}, {"max_rollbacks": -1}, {"max_rollbacks": 1.5}, {"max_rollbacks": None}),
+    ],
 )
 def test_options_out_of_range_are_refused(daemon: Daemon, run: str, options: dict[str, Any]) -> None:
     with pytest.raises(BadConfig, match="LossRule"):
@@ -197,9 +200,10 @@ def test_a_loss_that_is_no_number_on_one_rank_is_an_error_on_all(daemon: Daemon,
     with joined(tmp_path, 2) as trainers:
         together(trainers, "connect", daemon.socket, run)
         together(trainers, "train", 1)
-        here, there = together(trainers, "apply", _checked, [torch.ones(2), 0.5])
-        assert "on this rank it is no single number" in here
-        assert "on another rank it is no single number" in there
+        for no_number in (torch.ones(2), 10**400):
+            here, there = together(trainers, "apply", _checked, [no_number, 0.5])
+            assert "on this rank it is no single number" in here
+            assert "on another rank it is no single number" in there
 
 
 def test_a_stop_during_a_rollback_ends_as_stopped(daemon: Daemon, run: str) -> None:

@@ -7,10 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tierd_client import BadRequest, Corrupt, DaemonUnreachable, Stale, TierdError
 from tierd_client import session as module
+from tierd_client.generation import Generation
+from tierd_client.ranks import Ranks
 from tierd_client.session import DaemonSession
 
 from tests.support.waiting import DEADLINE_S, wait_until
@@ -271,3 +274,21 @@ def test_session_that_was_never_started_can_be_closed(peer: Peer) -> None:
     session.close()
     with pytest.raises(TierdError):
         session.find(find)
+
+
+def test_a_trainer_that_begins_anew_says_which_generation_it_had(peer: Peer) -> None:
+    """A daemon in another container does not see its pid, and would report that another trainer has taken over."""
+    generation = Generation("run", peer.path, Ranks(0, 1), {}, starts_anew=False)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(generation.join)
+        assert peer.admit(welcome(generation=4)).continues == 0
+        joining.result(DEADLINE_S)
+        former, peer._connection = peer._connection, None  # stays open meanwhile
+        renewing = pool.submit(generation.renew)
+        hello = peer.admit(welcome(generation=5))
+        renewing.result(DEADLINE_S)
+    assert (hello.generation, hello.continues, generation.session.hello.continues) == (None, 4, 0)
+    generation.session.close()
+    generation.pool.close()
+    assert former is not None
+    former.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.support.stage import KEEP_ALL, NAMED_WITHIN_S, assert_shown, bucket, 
 from tests.support.trainer import Trainer, joined, together
 from tests.support.waiting import wait_until
 from tierd.format import layout
+from tierd.memory.progress import SILENT_MIN_S
 
 
 @pytest.mark.long
@@ -93,6 +95,8 @@ def test_trainer_silent(tmp_path: Path) -> None:
     """It takes half a minute: the least that a run may be silent."""
     with staged(tmp_path) as stage:
         stage.save()
+        stage.trainer.apply(train_with_due, 1.5)  # longer than a report of step times takes
+        wait_until(lambda: stage.daemon.metric('tierd_run_pause_limit_seconds{run="run"}') == SILENT_MIN_S, "its steps")
         stage.trainer.signal(signal.SIGSTOP)
         section = stage.assert_named("TierdRunSilent", "gave no sign for")
         pid = stage.trainer.pid
@@ -102,6 +106,14 @@ def test_trainer_silent(tmp_path: Path) -> None:
         stage.save()
         stage.assert_cured()
         stage.assert_nothing_lost()
+
+
+def train_with_due(training: Any, seconds: float) -> None:
+    """As a training loop does, for so long."""
+    ends_s = time.monotonic() + seconds
+    while time.monotonic() < ends_s:
+        training.train(1)
+        training.client.due(training.step)
 
 
 @pytest.mark.long

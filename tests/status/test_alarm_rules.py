@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.test_grafana import rules
+from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.memory.progress import Pause
 from tierd.status.alarm import Alarm, Severity
 from tierd.status.alarm_rules import alarms
@@ -30,6 +31,7 @@ from tierd.status.work_at_risk import RiskReport
 
 NOW = datetime(2025, 1, 1, 12, tzinfo=UTC)
 HOT = TierReport(name="hot", url="file:///nvme", is_known=True, checkpoints=2, used_bytes=20, free_bytes=1000)
+UNLISTED = TierReport(name="cold", url="s3://bucket/prefix", is_known=False, error=NOT_LISTED_YET)
 BUCKET = TierReport(name="cold", url="s3://bucket/prefix", is_known=True, checkpoints=2, used_bytes=20)
 
 
@@ -100,6 +102,7 @@ WRONG: list[tuple[str, StatusReport]] = [
     ("TierdDiskAlmostFull", status(tiers=[msgspec.structs.replace(HOT, free_bytes=19)])),
     ("TierdHalted", status(tiers=[TierReport(name="hot", url="file:///nvme", is_known=False, error="I/O error")])),
     ("TierdColdRequestsFail", status(tiers=[TierReport(name="cold", url="s3://b/p", is_known=False, error="403")])),
+    ("TierdColdRequestsFail", status(tiers=[UNLISTED], uptime_s=601.0)),
     ("TierdHalted", status(halted=["unreadable_manifest: x"])),
     ("TierdHalted", status(halted=["shared_generation: x"])),
     ("TierdDamagedReplica", status(halted=["damaged_replica: x"])),
@@ -109,6 +112,7 @@ WRONG: list[tuple[str, StatusReport]] = [
     ("TierdRunEnded", of_run(state="lost", ended_age_s=9.0)),
     ("TierdRunSilent", of_run(pause=Pause(31.0, 30.0))),
     ("TierdNoNewCheckpoint", of_run(tiers={"hot": newest(5, 4 * 3600 + 1.0)})),
+    ("TierdNoNewCheckpoint", of_run(tiers={"memory": None, "hot": None, "cold": None}, attached_s=4 * 3600 + 1.0)),
     ("TierdNewerGeneration", of_run(newer_generation=2)),
     ("TierdUnhealthy", of_run(unhealthy_steps=[6], tiers={"hot": newest(5)})),
     ("TierdCommitStalled", of_nodes(awaited={"cold": PART})),
@@ -117,6 +121,7 @@ WRONG: list[tuple[str, StatusReport]] = [
 ]  # fmt: skip
 RIGHT = [
     status(),
+    status(tiers=[UNLISTED], uptime_s=9.0),
     status(queues=[QueueReport(tier="hot", checkpoints=1, oldest_age_s=10.0), QueueReport(tier="cold", checkpoints=1)]),
     status(halted=["tier_unreachable: the tier itself says it"]),
     failed("wire", "full", at="2025-01-01T11:40:00+00:00"),
@@ -128,6 +133,9 @@ RIGHT = [
     status(watches=[watched(notes=["it is not there"])]),
     of_run(pause=Pause(29.0, 30.0), tiers={"hot": newest(5)}, unhealthy_steps=[4]),
     of_run(state="finished", tiers={"hot": newest(5, 1e6)}),
+    of_run(tiers={"hot": newest(5, 1e6)}, attached_s=300.0),  # it has rested
+    of_run(tiers={"hot": None, "cold": newest(5, 9.0)}, attached_s=1e6),  # hot is full
+    of_run(attached_s=1e6, nodes=NodesReport(ranks=[0], world_size=2, parts={"hot": PART})),
     of_run(state="lost", ended_age_s=25 * 3600.0),
     of_nodes(roster=[node()], awaited={}),
 ]
@@ -186,6 +194,13 @@ def test_silent_trainers_are_named_with_their_processes_and_one_that_is_stopped_
     assert (waits.command, "process 9 waits for a disk or a driver" in waits.message) == ("ps -o stat,wchan -p 9", True)
 
 
+def test_a_daemon_that_cannot_be_asked_is_not_said_to_be_absent() -> None:
+    (alarm,) = alarms(status(pid=None, silence="HTTP 401 Unauthorized"), NOW)
+    assert alarm.message == "it is not known whether a daemon takes snapshots here: HTTP 401 Unauthorized"
+    (alarm,) = alarms(status(pid=None), NOW)
+    assert alarm.message == "no daemon runs here: no snapshots are taken"
+
+
 def test_many_lost_checkpoints_are_one_alarm_for_each_tier_and_run() -> None:
     lost = [LostReplica(run="gpt", step=step, generation=1, tier=tier) for tier in ("cold", "dr") for step in range(9)]
     wrong = status(lost=lost, failures=failed("list", "lost").failures)
@@ -207,7 +222,7 @@ def test_a_tier_is_not_called_unreachable_before_its_first_listing_could_end() -
     tier = TierReport(name="cold", url="s3://b/p", is_known=False, error="not listed yet")
     assert alarms(status(uptime_s=13.0, tiers=[HOT, tier]), NOW) == []
     (alarm,) = alarms(status(uptime_s=61.0, tiers=[HOT, tier]), NOW)
-    assert alarm.message.startswith("cold has not answered since the daemon's start")
+    assert alarm.message.startswith("cold has not been listed since the daemon's start")
 
 
 @pytest.mark.parametrize(

@@ -53,3 +53,13 @@ def test_a_newer_generation_is_newer_at_any_step_and_an_unknown_age_stays_unknow
     trainers, node, _ = work_at_risk(sources, world_size=1, is_running=True, step_s=1.0)
     assert (trainers.tier, trainers.seconds, trainers.steps) == ("hot", None, 0)
     assert (node.tier, node.seconds, node.steps) == ("cold", 9.0, 0)
+
+
+def test_a_start_that_has_saved_nothing_loses_its_own_work_and_not_the_time_before_it() -> None:
+    """A run that rested for three days, and trains again for five minutes."""
+    sources = {"hot": Source(1, 120, 3 * 86400.0), "cold": Source(1, 100, 3 * 86400.0 + 60.0)}
+    trainers, node, _ = work_at_risk(sources, world_size=2, is_running=True, step_s=2.0, started_s=300.0)
+    assert (trainers.seconds, trainers.gpu_seconds, trainers.steps) == (300.0, 600.0, 150)
+    assert (node.seconds, node.steps) == (360.0, 170)
+    trainers, _, _ = work_at_risk({"hot": Source(1, 120, None)}, world_size=2, is_running=True, started_s=300.0)
+    assert trainers.seconds == 300.0

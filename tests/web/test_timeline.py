@@ -80,6 +80,13 @@ def test_metric_is_drawn_where_it_is_a_number() -> None:
     assert without.metric is None
 
 
+def test_a_metric_of_the_largest_numbers_has_a_place_for_each() -> None:
+    drawn = timeline([row(step, step, "hot", metrics={"loss": (step - 1) * 1.7e308}) for step in range(3)], ["hot"], {})
+    assert drawn is not None
+    assert drawn.metric is not None
+    assert drawn.metric.lines[0].points == "2.0,95.0 50.0,50.0 98.0,5.0"
+
+
 def test_one_checkpoint_is_in_the_middle_and_none_is_no_picture() -> None:
     drawn = timeline([row(5, 5, "hot")], ["hot"], {})
     assert drawn is not None

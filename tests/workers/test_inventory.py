@@ -15,6 +15,7 @@ from tierd.errors import NotFound, Unhealthy
 from tierd.format import wire
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
+from tierd.format.manifest import REPORTED_UNHEALTHY
 from tierd.format.node_file import NodeFile
 from tierd.format.node_messages import HELD_MAX, HeldCheckpoint
 from tierd.tiers.directory import DirectoryStore
@@ -51,6 +52,12 @@ def seal(rooms: Rooms, step: int, **fields: Any) -> None:
 async def persist(rooms: Rooms, step: int, **fields: Any) -> None:
     seal(rooms, step, **fields)
     assert await rooms.persister().run_once()
+
+
+async def test_a_snapshot_whose_loss_was_bad_is_unhealthy_before_it_is_examined(rooms: Rooms) -> None:
+    seal(rooms, 5)
+    seal(rooms, 6, metrics={REPORTED_UNHEALTHY: 1.0})
+    assert [(each.step, each.healthy) for each in await held(rooms)] == [(6, False), (5, None)]
 
 
 async def held(rooms: Rooms, run: str = RUN, **fields: Any) -> list[HeldCheckpoint]:

@@ -58,6 +58,15 @@ async def test_each_run_has_its_turn(rooms: Rooms) -> None:
     assert await look(rooms, lookout) == 1
 
 
+async def test_each_file_of_the_newest_has_its_turn(rooms: Rooms) -> None:
+    lookout, folder = Lookout(rooms.context, rooms.cold["cold"]), manifest_of(rooms, RUN, 200).parent
+    names = [entry.name for entry in rooms.catalog.newest(RUN, "cold").files]  # type: ignore[union-attr]
+    (folder / names[-1]).unlink()
+    assert await look(rooms, lookout, times=2 + 4 * len(names)) == 1
+    await refresh(rooms.catalog, rooms.cold["cold"], rooms.context.identities)
+    assert f"{names[-1]} is missing" in str(rooms.catalog.unreadable())
+
+
 async def test_what_a_listing_still_shows_has_it_listed_only_once(rooms: Rooms) -> None:
     lookout, manifest = Lookout(rooms.context, rooms.cold["cold"]), manifest_of(rooms, RUN, 200)
     content = manifest.read_bytes()

@@ -22,7 +22,7 @@ from tierd.api.node_ranks import check_node_ranks, confirm_node_claim, needs_col
 from tierd.api.packets import PacketConnection
 from tierd.api.quotas import Quotas
 from tierd.api.run_secrets import RunSecrets
-from tierd.api.session import FIRST, NO_RANK, SlotWriter, TrainerSession, refused
+from tierd.api.session import NO_RANK, SlotWriter, TrainerSession, refused
 from tierd.audit import Who
 from tierd.catalog.listing import next_sequence
 from tierd.context import DaemonContext
@@ -119,7 +119,7 @@ class Admission:
             newest=self._restorer.newest(session.run),
             unseen=[f"{tier} ({why})"[:UNSEEN_CHARS] for tier, why in session.unlisted.items()][:UNSEEN_MAX],
             checks_secrets=True,
-            report_s=self._context.throttle.report_s if session.rank == FIRST else 0.0,
+            report_s=self._context.throttle.report_s if session.speaks_for_node else 0.0,
             seen=self._seen(session.run),
             claim=node.claim if node is not None else "",
             base=node.base if node is not None else 0,
@@ -201,7 +201,7 @@ class Admission:
         self._quotas.joined(connection.peer_uid, run)
         self._catalog.saw_generation(run, generation)
         if previous and generation > previous:
-            self._fence(run, generation, connection.peer_pid)
+            self._fence(run, generation, connection.peer_pid, continues=hello.continues)
         key = (run, rank)
         if key in self._sessions:
             self._sessions[key].finish()
@@ -238,17 +238,8 @@ class Admission:
         generation: Generation,
         unlisted: Mapping[str, str],
     ) -> TrainerSession:
-        return TrainerSession(
-            connection,
-            run,
-            rank,
-            generation,
-            unlisted,
-            lines=self._quotas.lines(),
-            protocol=hello.protocol,
-            proof=hello.proof,
-            answers_operators=rank == (FIRST if hello.node is None else hello.node.ranks[0]),
-        )
+        lines = self._quotas.lines()
+        return TrainerSession(connection, run, rank, generation, unlisted, lines=lines, hello=hello)
 
     async def _claim(
         self, connection: PacketConnection, run: Run, rank: Rank, hello: wire.Hello
@@ -349,11 +340,13 @@ class Admission:
                 await tier.replace_claim(run, generation, msgspec.structs.replace(claim, hot=""))
             return True
 
-    def _fence(self, run: Run, generation: Generation, pid: int) -> None:
-        """End the sessions of older generations. `pid`: of the trainer that begins this one, 0 where it is not visible.
-        It is reported unless this trainer begins anew itself, as a restore after a snapshot does."""
+    def _fence(self, run: Run, generation: Generation, pid: int, *, continues: int) -> None:
+        """End the sessions of older generations. `pid`: of the trainer that begins this one, 0 where it is not visible,
+        as in another container. It is reported unless this trainer begins anew itself, as a restore after a snapshot
+        does. `continues`: as of Hello."""
         replaced = [key for key, each in self._sessions.items() if each.run == run and each.generation < generation]
         is_renewal = pid > 0 and pid in [self._sessions[key].connection.peer_pid for key in replaced]
+        is_renewal |= all(self._sessions[key].generation == continues for key in replaced)
         for key in replaced:
             session = self._sessions.pop(key)
             session.post(wire.Fenced(generation=generation))

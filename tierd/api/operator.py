@@ -200,6 +200,8 @@ class Operator:
         now_s = self._context.monotonic_s()
         if (ended_s := self._memory.outcomes.ended_s(run)) is not None:
             report.ended_age_s = round(now_s - ended_s, 1)
+        if (attached_s := self._memory.progress.attached_s(run, now_s)) is not None:
+            report.attached_s = round(attached_s, 1)
         if (pause := self._memory.progress.pause(run, now_s)) is not None:
             report.pause = Pause(round(pause.seconds, 1), round(pause.limit_s, 1))
             report.processes = self.processes(run) if pause.is_too_long else []
@@ -207,20 +209,23 @@ class Operator:
         report.at_risk = self._at_risk(run, report, on_hot_disk)
         # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
-        unhealthy |= {each.id for each in self._memory.complete(run) if each.diagnosis and not each.diagnosis.healthy}
+        unhealthy |= {each.id for each in self._memory.complete(run) if each.is_unhealthy}
         oldest_first = sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)
         report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
         return report
 
     def _at_risk(self, run: Run, report: RunReport, on_hot_disk: Set[str]) -> list[RiskReport]:
         costs = self._context.metrics.mean_s(self._context.metrics.restore_seconds)
+        sources, progress = sources_of(report), self._memory.progress
+        has_saved = any(source.generation == report.generation for source in sources.values())
         return work_at_risk(
-            sources_of(report),
+            sources,
             world_size=report.world_size or 1,
             is_running=report.state == "running",
-            step_s=self._memory.progress.step_s(run),
+            step_s=progress.step_s(run),
             restore_s={tier: mean_s for tier, (mean_s, _) in costs.items()},
             on_hot_disk=on_hot_disk,
+            started_s=None if has_saved else progress.started_s(run, self._context.monotonic_s()),
         )
 
     def _partner(self, run: Run) -> PartnerReport | None:
@@ -240,9 +245,10 @@ class Operator:
 
     def rows(self, run: Run | None = None) -> list[CheckpointRow]:
         """As `tierd ls` shows them."""
-        diagnoses = {one.id: (one.diagnosis, one.node) for one in self._memory.complete()}
+        in_memory = self._memory.complete()
         # That this node's part is healthy says nothing about the others.
-        health = {c: of.healthy for c, (of, node) in diagnoses.items() if of and not (node and of.healthy)}
+        health = {one.id: True for one in in_memory if one.is_healthy and one.node is None}
+        health |= {one.id: False for one in in_memory if one.is_unhealthy}
         return checkpoint_rows(self._catalog, run, in_memory=self._in_memory(), health=health)
 
     def parents(self, run: Run | None = None) -> dict[CheckpointId, CheckpointId | None]:

@@ -71,7 +71,7 @@ class RankRequests:
         if request.milestone is not None:
             layout.milestone_file(request.milestone)
         trainers = [each for each in self._sessions.values() if each.run == run]
-        trainer = next((each for each in trainers if each.answers_operators), None)
+        trainer = next((each for each in trainers if each.speaks_for_node), None)
         if trainer is None and trainers:
             raise NotFound(
                 f"{action}: its lowest rank on this node is not connected to this daemon",

@@ -35,8 +35,8 @@ NO_RANK = Rank(-1)  # of a peer that is not a trainer
 class TrainerSession:
     """`rank` is NO_RANK for a peer that is not a trainer: it sends only Find, Inventory and Request. `unlisted`: why a
     tier could not be listed when it was admitted, by tier. `lines`: of the log, that its messages may cause.
-    `protocol`: the version that the peer speaks. `proof`: as of Hello. `answers_operators`: the one rank of this node
-    that does."""
+    `protocol`: the version that the peer speaks. `proof`: as of Hello. `is_start`: it begins a generation.
+    `speaks_for_node`: the one rank of this node that answers operators and reports step times."""
 
     def __init__(
         self,
@@ -47,18 +47,18 @@ class TrainerSession:
         unlisted: Mapping[str, str] = MappingProxyType({}),
         *,
         lines: Rate | None = None,
-        protocol: int = wire.PROTOCOL_VERSION,
-        proof: str = "",
-        answers_operators: bool = False,
+        hello: wire.Hello | None = None,
     ) -> None:
         self.connection = connection
         self.run = run
         self.rank = rank
-        self.proof = proof
+        self.proof = "" if hello is None else hello.proof
         self.generation = generation
         self.unlisted = unlisted
-        self.protocol = protocol
-        self.answers_operators = answers_operators
+        self.protocol = wire.PROTOCOL_VERSION if hello is None else hello.protocol
+        self.is_start = hello is not None and hello.generation is None
+        node = None if hello is None or rank == NO_RANK else hello.node
+        self.speaks_for_node = rank == (FIRST if node is None else node.ranks[0])
         self._outbox: asyncio.Queue[tuple[wire.ToClient, list[int]] | None] = asyncio.Queue(OUTBOX_MAX)
         self._is_closed = False
         self._lines = lines

@@ -148,8 +148,9 @@ class TrainerDoor:
             session, slots = await self.admission.admit(connection)
             try:
                 if session.rank != NO_RANK:
-                    self._context.cadences.entered(session.run, self._context.monotonic_s())
-                    self._memory.progress.entered(session.run, self._context.monotonic_s())
+                    now_s = self._context.monotonic_s()
+                    self._context.cadences.entered(session.run, now_s)
+                    self._memory.progress.entered(session.run, now_s, is_start=session.is_start)
                 self.admission.welcome(session, slots)
                 await self.admission.secrets.save(session.run)  # before the answer is sent
                 self._requests.rank_entered(session)
@@ -233,11 +234,11 @@ class TrainerDoor:
                 failpoint("snapshot.accept")
                 snapshot_set = self._memory.seal(run, generation, rank, message, now_s=self._context.monotonic_s())
                 failpoint("snapshot.accepted")
-                self._memory.progress.sign(run, self._context.monotonic_s())
                 session.post(wire.Accepted(slot=message.slot, step=message.step))
                 if message.resent:
                     self._answer(session, wire.Ask(step=message.step, generation=generation))
                 else:
+                    self._memory.progress.sign(run, self._context.monotonic_s())
                     self._metrics.snapshot_stall_seconds.observe(message.stall_s)
                     self._context.cadences.stalled(run, message.stall_s)
                 if self._memory.is_given_up(snapshot_set.id):
@@ -260,7 +261,7 @@ class TrainerDoor:
                 elif message.is_last and (snapshot_set := self._memory.find(checkpoint)) is not None:
                     snapshot_set.is_last = True
             case wire.Stepped():
-                if session.rank != FIRST or not 0 < message.seconds < math.inf:
+                if not session.speaks_for_node or not 0 < message.seconds < math.inf:
                     raise BadRequest(f"take a step time of {message.seconds} s from rank {rank} of {run}")
                 self._throttle.report_step(run, message.seconds)
                 self._memory.progress.sign(run, self._context.monotonic_s(), step_s=message.seconds)
@@ -366,7 +367,7 @@ class TrainerDoor:
         key = (session.run, session.rank)
         if self._sessions.get(key) is session:
             del self._sessions[key]
-            if session.rank == FIRST:
+            if session.speaks_for_node:
                 self._throttle.left(session.run)
             now_s = self._context.monotonic_s()
             self._memory.leave(session.run, session.rank, now_s=now_s)

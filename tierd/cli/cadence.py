@@ -17,7 +17,7 @@ from tierd.cli.cadence_plot import plot
 from tierd.cli.console import duration, print_json, print_result, table
 from tierd.cli.options import settings_of
 from tierd.errors import BadConfig
-from tierd.lifecycle.cadence import Costs, Outcome, daly_s, gpus_mtbf_s, outcome, young_s
+from tierd.lifecycle.cadence import Costs, Outcome, check_count, daly_s, gpus_mtbf_s, outcome, young_s
 from tierd.status.report import CostReport, CostsReport
 
 LADDER_S = (60.0, 300.0, 900.0, 3600.0, 4 * 3600.0)  # what people choose, beside fractions of the best interval
@@ -153,8 +153,7 @@ def _mtbf_s(
         sources["mtbf_s"] = f"{gpus} GPUs with {gpu_mtbf_days:g} days each"
         return gpus_mtbf_s(gpus, gpu_mtbf_days * DAY_S)
     if failures is not None and in_hours is not None:
-        if failures < 1:
-            raise BadConfig(f"compute a cadence: --failures is {failures}, expected 1 or more")
+        check_count("--failures", failures)
         sources["mtbf_s"] = f"{failures} failures in {in_hours:g} hours"
         return in_hours * HOUR_S / failures
     sources["mtbf_s"] = "--mtbf-hours"

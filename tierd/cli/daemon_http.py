@@ -83,6 +83,12 @@ def holder(config: Config) -> HolderReport | None:
     return None if found is None else HolderReport(pid=found[0], state=found[1])
 
 
+def is_absent(error: DaemonUnreachable) -> bool:
+    """Whether nothing listens where the daemon would. Any other error leaves open whether it runs."""
+    cause = error.__cause__
+    return cause is None or isinstance(getattr(cause, "reason", cause), ConnectionRefusedError)
+
+
 def find_or_none(config: Config, *, is_fresh: bool = False) -> RunningDaemon | None:
     try:
         return find(config, is_fresh=is_fresh)

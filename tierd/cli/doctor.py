@@ -49,13 +49,17 @@ async def doctor(
     only: options.TierName = None,
     state_gb: Annotated[
         float | None,
-        typer.Option("--state-gb", metavar="GB", min=1e-6, help="Forecast for a run that saves so much on this node."),
+        typer.Option(
+            "--state-gb", metavar="GB", min=1e-6, max=1e9, help="Forecast for a run that saves so much on this node."
+        ),
     ] = None,
     every_s: Annotated[
-        float, typer.Option("--every-s", metavar="SECONDS", min=1.0, help="With --state-gb: how often it saves.")
+        float,
+        typer.Option("--every-s", metavar="SECONDS", min=1.0, max=1e9, help="With --state-gb: how often it saves."),
     ] = 600.0,
     every_steps: Annotated[
-        int, typer.Option("--every-steps", metavar="N", min=1, help="With --state-gb: how many steps that is.")
+        int,
+        typer.Option("--every-steps", metavar="N", min=1, max=10**9, help="With --state-gb: how many steps that is."),
     ] = 1,
     json: options.Json = False,
 ) -> int:

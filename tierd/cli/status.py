@@ -6,7 +6,9 @@ exit code is that of a monitoring check.
 
 from __future__ import annotations
 
+import asyncio
 import shlex
+import sys
 from collections.abc import Set
 from typing import Annotated
 
@@ -18,11 +20,11 @@ from tierd.catalog.catalog import Catalog
 from tierd.catalog.decisions import halted, to_reap
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli import daemon_http, options
-from tierd.cli.console import duration, now, print_report, print_result, size, table
+from tierd.cli.console import duration, now, print_note, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
 from tierd.cli.roster_table import print_roster
-from tierd.errors import DaemonUnreachable, TierdError
+from tierd.errors import BadConfig, DaemonUnreachable, TierdError
 from tierd.format.ids import Run
 from tierd.format.node_file import ranks_text
 from tierd.format.text import counted
@@ -47,9 +49,11 @@ from tierd.status.work_at_risk import RiskReport, work_at_risk
 
 RUNBOOK = "docs/RUNBOOK.md"
 UNKNOWN = 3
+WATCH_S = 2.0
 _CODES = {Severity.WARNING: 1, Severity.CRITICAL: 2}
 _LISTED_FAILURES = 5
 _PAUSE_SHOWN_S = 10.0
+_LISTED_OLD_S = 60.0
 _RETRIED = ("tier-unreachable", "cold-unreachable")  # sections of the runbook
 Check = Annotated[
     bool,
@@ -57,22 +61,36 @@ Check = Annotated[
         "--check", help="Print only what is wrong, and exit with 0 (ok), 1 (warning), 2 (critical) or 3 (unknown)."
     ),
 ]
+Watch = Annotated[
+    bool,
+    typer.Option("--watch", help=f"Print it again every {WATCH_S:.0f} s, until Ctrl-C."),
+]
 
 _STATES = {"stopped": "stopped: start it again", "halted": "HALTED: a person must decide"}
 
 
-async def status(context: typer.Context, json: options.Json = False, check: Check = False) -> int:
+async def status(context: typer.Context, json: options.Json = False, check: Check = False, watch: Watch = False) -> int:
     """Print what can be restored, from where, what is at risk, and what stands still.
 
     Exits with 0 if the daemon answers, also while something is wrong, else with 13. With --check, as monitoring checks
     do: 0 ok, 1 warning, 2 critical, 3 unknown."""
     settings = settings_of(context)
+    if watch and check:
+        raise BadConfig("tierd status --watch --check: a check ends with one exit code", hint="give one of them")
+    while watch:
+        if sys.stdout.isatty():
+            typer.echo("\x1b[2J\x1b[H", nl=False)  # an empty screen
+        try:
+            await _status(settings, as_json=json, is_check=False)
+        except TierdError as error:
+            print_note(f"tierd: {error.message}")
+        await asyncio.sleep(WATCH_S)
     try:
         return await _status(settings, as_json=json, is_check=check)
     except TierdError as error:
         if not check:
             raise
-        print_result(f"UNKNOWN: {error.message}")
+        print_report({"unknown": error.message}, as_json=json, text=f"UNKNOWN: {error.message}")
         return UNKNOWN
 
 
@@ -82,6 +100,7 @@ async def _status(settings: Settings, *, as_json: bool, is_check: bool) -> int:
         report = daemon_http.find(settings.config(), with_nodes=True).status
     except DaemonUnreachable as error:
         report, unreachable = await _list(settings), error
+        report.silence = "" if daemon_http.is_absent(error) else error.message
         report.alarms = alarms(report, now())
     if is_check and not as_json:
         _print_check(report)
@@ -115,8 +134,9 @@ async def _list(settings: Settings) -> StatusReport:
             tier_free_bytes = await free_bytes(tier) if is_there else None
             tiers.append(tier_report(catalog, name, tier.store.url, tier_free_bytes, to_reap=left.get(name)))
             tiers[-1].is_on_hot_disk = name in on_hot_disk
-            if name in opened.absent:
+            if name in opened.absent:  # it may be a disk that is not mounted
                 tiers[-1].error = "no such directory"
+                tiers[-1].checkpoints = tiers[-1].used_bytes = None
         return StatusReport(
             version=__version__,
             node=settings.config().daemon.node,
@@ -141,6 +161,8 @@ def _run_report(catalog: Catalog, run: Run, on_hot_disk: Set[str]) -> RunReport:
 def _print(report: StatusReport, settings: Settings) -> None:
     if report.pid is None and report.holder is not None:
         print_result(f"the daemon, pid {report.holder.pid}, does not answer; the tiers were read just now", "")
+    elif report.pid is None and report.silence:
+        print_result("no daemon answers; the tiers were read just now", "")
     elif report.pid is None:
         print_result("no daemon: no snapshots are taken here; the following was read from the tiers just now", "")
     else:
@@ -151,7 +173,7 @@ def _print(report: StatusReport, settings: Settings) -> None:
     if not report.runs:
         print_result("no run is known")
     for run in report.runs:
-        _print_run(run, settings, on_hot_disk=any(tier.is_on_hot_disk for tier in report.tiers))
+        _print_run(run, settings, report.tiers)
     table(
         ["TIER", "CHECKPOINTS", "USED", "FREE", "WHERE"],
         [
@@ -162,6 +184,7 @@ def _print(report: StatusReport, settings: Settings) -> None:
                 "" if tier.free_bytes is None else size(tier.free_bytes),
                 tier.url
                 + ("  on hot's disk" if tier.is_on_hot_disk else "")
+                + _listed(tier.listed_age_s or 0.0)
                 + (f"  {_place_problem(tier, tier.error)}" if tier.error else ""),
             ]
             for tier in report.tiers
@@ -229,6 +252,10 @@ def _watch_problems(report: StatusReport) -> list[str]:
     return [problem for watch in report.watches for problem in watch.problems]
 
 
+def _listed(age_s: float) -> str:
+    return f"  as listed {duration(age_s)} ago" if age_s > _LISTED_OLD_S else ""
+
+
 def _place_problem(tier: TierReport, error: str) -> str:
     """Without the hint where the tier cannot be reached: that is below its alarm."""
     if error == NOT_LISTED_YET:
@@ -264,7 +291,7 @@ def _print_queue(queue: QueueReport) -> None:
         print_result(f"GIVEN UP: {which} deleted before a copy to {queue.tier}: hot had no room")
 
 
-def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None:
+def _print_run(run: RunReport, settings: Settings, tiers: list[TierReport]) -> None:
     nodes = None if run.nodes is UNSET else run.nodes
     expected = run.world_size and (len(nodes.ranks) if nodes else run.world_size)
     count = f"{run.ranks_attached} of {expected}" if expected else "no"
@@ -296,7 +323,7 @@ def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None
     for risk in run.at_risk:
         if run.state == "running" or risk.tier is None or risk.steps or risk.seconds:
             whose = "the trainers are" if risk.lost == "trainers" else f"the {risk.lost} is"
-            print_result(f"  if {whose} lost now: {_risk(risk, on_hot_disk=on_hot_disk)}")
+            print_result(f"  if {whose} lost now: {_risk(risk, tiers)}")
     if run.unhealthy_steps:
         steps = ", ".join(map(str, dict.fromkeys(run.unhealthy_steps)))  # a step may be of several generations
         print_result(f"  UNHEALTHY: step {steps}: numbers that are not finite, or a bad loss")
@@ -306,16 +333,20 @@ def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None
     print_result("")
 
 
-def _risk(risk: RiskReport, *, on_hot_disk: bool) -> str:
+def _risk(risk: RiskReport, tiers: list[TierReport]) -> str:
     if risk.tier is None:
         which = "second cold tier" if risk.lost == "region" else "cold tier"
-        which += " off hot's disk" if on_hot_disk else ""
-        return f"all work is lost: no {which} has a checkpoint"
+        which += " off hot's disk" if any(tier.is_on_hot_disk for tier in tiers) else ""
+        unknown = [tier.name for tier in tiers if not tier.is_known and tier.name != HOT]
+        known = f" that is known; NOT KNOWN: {', '.join(unknown)}" if unknown else ""
+        return f"all work is lost: no {which} has a checkpoint{known}"
     work = [f"{risk.steps} step{'' if risk.steps == 1 else 's'}"] if risk.steps is not None else []
     work += [] if risk.seconds is None else [duration(risk.seconds)]
     work += [] if not risk.gpu_seconds else [f"{duration(risk.gpu_seconds)} of GPU time"]
     restore = "" if risk.restore_s is None else f"; a restore takes {duration(risk.restore_s)}"
-    return f"{', '.join(work)}; back to step {risk.step} from {risk.tier}{restore}"
+    is_known = all(tier.is_known for tier in tiers if tier.name == risk.tier)
+    place = risk.tier if is_known else f"{risk.tier}, WHICH IS NOT REACHABLE"
+    return f"{', '.join(work)}; back to step {risk.step} from {place}{restore}"
 
 
 def _newest(checkpoint: NewestCheckpoint | NewestPart) -> str:

@@ -228,7 +228,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     manifests_mib_max: PositiveCount = 128  # all known manifests together; the largest beyond it are not read
     reconcile_interval_s: Positive = 10.0  # how often the lifecycle is planned again without a reason to wake it
     cold_list_interval_s: Positive = 600.0  # how often a cold tier is listed again
-    cold_look_interval_s: Number = 30.0  # how often one manifest there is looked at, between listings; 0: never
+    cold_look_interval_s: Number = 30.0  # how often one file there is looked at, between listings; 0: never
     retry_min_s: Positive = 1.0  # backoff of a failing worker: doubles from retry_min_s to retry_max_s, with jitter
     retry_max_s: Positive = 300.0
     request_timeout_s: Positive = 60.0  # for one S3 request without progress; twice that for a call to a directory

@@ -51,8 +51,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     """The first message. `generation` None: rank 0 claims a new one; a number: this rank joins it or reconnects.
     `rank` None: not a trainer; only `Find`, `FindElsewhere`, `FindNodes`, `Inventory` and `Request` may follow.
     `starts_anew`: start from scratch even if a tier that cannot be listed may contain checkpoints of the run. `proof`:
-    of the run's secret, see run_secret.py; empty: the job has none. `above`: a new generation must be higher, because
-    another node knows this one. `node` None: all ranks are on one node."""
+    of the run's secret, see run_secret.py; empty: the job has none. `above`: another node knows this generation, so a
+    new one must be higher. `node` None: all ranks are on one node. `continues`: the one it had so far, or 0."""
 
     protocol: int
     version: str
@@ -64,11 +64,11 @@ class Hello(_Message, frozen=True, kw_only=True):
     proof: str = ""
     above: int = 0
     node: NodeRanks | None = None
+    continues: int = 0
 
     def __repr__(self) -> str:
         # Without the proof, which opens the run: no log and no traceback shows it.
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        fields["proof"] = "..." if self.proof else ""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__} | {"proof": "..." * bool(self.proof)}
         return f"Hello({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
@@ -171,7 +171,7 @@ class Report(_Message, frozen=True, kw_only=True):
 
 
 class Stepped(_Message, frozen=True, kw_only=True):
-    """From rank 0, once per `Welcome.report_s`: the median recent step time, without the time in calls of tierd."""
+    """From the lowest rank of a node, once per `Welcome.report_s`: the median step time, without calls of tierd."""
 
     seconds: float
 

@@ -18,7 +18,8 @@ from tierd.errors import BadConfig
 
 HOLDS_BELOW = 0.2  # interval / MTBF: up to this ratio the first-order formula is wrong by about 1 %-point
 FAILURES_SIMULATED = 20_000  # a standard error of about 0.1 %-points
-SECONDS_MAX = 1e10  # 300 years
+SECONDS_MIN, SECONDS_MAX = 1e-9, 1e10  # to 300 years: beyond these, the formulas overflow
+COUNT_MAX = 10**9  # of GPUs and of failures
 _EXPONENT_MAX = 700.0  # exp() of more overflows, and the efficiency is 0
 
 
@@ -79,10 +80,17 @@ class Outcome:
 
 
 def check_seconds(what: str, seconds: float, *, may_be_0: bool = False) -> None:
-    """Raises BadConfig unless `seconds` is a number between 0 and SECONDS_MAX."""
-    if not (0 < seconds <= SECONDS_MAX or (may_be_0 and seconds == 0)):
-        least = "0 or more" if may_be_0 else "more than 0"
-        raise BadConfig(f"compute a cadence: {what} is {seconds:g} s, expected {least} and at most {SECONDS_MAX:g} s")
+    """Raises BadConfig unless `seconds` is a number from SECONDS_MIN, or 0 if it may be, to SECONDS_MAX."""
+    least_s = 0.0 if may_be_0 else SECONDS_MIN
+    if not least_s <= seconds <= SECONDS_MAX:
+        raise BadConfig(f"compute a cadence: {what} is {seconds:g} s, expected {least_s:g} s to {SECONDS_MAX:g} s")
+
+
+def check_count(what: str, count: int) -> None:
+    """Raises BadConfig unless `count` is from 1 to COUNT_MAX."""
+    if not 1 <= count <= COUNT_MAX:
+        shown = str(count) if abs(count) <= COUNT_MAX else "out of range"
+        raise BadConfig(f"compute a cadence: {what} is {shown}, expected 1 to {COUNT_MAX:,}")
 
 
 def young_s(save_s: float, mtbf_s: float) -> float:
@@ -105,8 +113,7 @@ def daly_s(save_s: float, mtbf_s: float) -> float:
 def gpus_mtbf_s(gpus: int, gpu_mtbf_s: float) -> float:
     """The MTBF of a job that ends when any of its GPUs fails. Raises BadConfig."""
     check_seconds("the MTBF of a GPU", gpu_mtbf_s)
-    if gpus < 1:
-        raise BadConfig(f"compute a cadence: there are {gpus} GPUs, expected 1 or more")
+    check_count("the number of GPUs", gpus)
     return gpu_mtbf_s / gpus
 
 

@@ -86,6 +86,11 @@ class SnapshotSet:
         """None: not examined yet."""
         return None if self.diagnosis is None else self.diagnosis.healthy
 
+    @property
+    def is_unhealthy(self) -> bool:
+        """Of a complete set: an examination has found it so, or the training says so."""
+        return self.is_healthy is False or self.is_reported_unhealthy
+
     def make_manifest(self, *, sequence: int) -> Manifest:
         """The manifest of a whole set, from the lowest rank's `Sealed` message. Files not checked yet have no
         checksums."""

@@ -328,7 +328,7 @@ class MemoryTier:
 
     def newest_restorable(self, run: Run) -> SnapshotSet | None:
         """The newest complete set that is not known to be unhealthy."""
-        return next((each for each in self.complete(run) if each.diagnosis is None or each.diagnosis.healthy), None)
+        return next((each for each in self.complete(run) if not each.is_unhealthy), None)
 
     def slot_counts(self) -> Counter[SlotState]:
         return Counter(

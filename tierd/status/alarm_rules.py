@@ -109,8 +109,12 @@ def _of_daemon(status: StatusReport) -> Iterator[Alarm]:
     if status.pid is None and holder is not None:
         state = _STATES.get(holder.state, f"its state is {holder.state}")
         what = f"the daemon, pid {holder.pid}, holds the lock of hot and does not answer: {state}"
+        what += f"; {status.silence}" if status.silence and not holder.is_stopped else ""
         command = f"kill -CONT {holder.pid}" if holder.is_stopped else f"ps -o pid,stat,wchan,etime -p {holder.pid}"
         yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", command)
+    elif status.pid is None and status.silence:
+        what = f"it is not known whether a daemon takes snapshots here: {status.silence}"
+        yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", "tierd doctor")
     elif status.pid is None:
         what = "no daemon runs here: no snapshots are taken"
         yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", "tierd serve")
@@ -177,7 +181,7 @@ def _is_not_listed(tier: TierReport) -> bool:
 
 def _of_tier(tier: TierReport) -> Iterator[Alarm]:
     if tier.error and not tier.is_known:
-        how = "has not answered since the daemon's start" if _is_not_listed(tier) else "is NOT REACHABLE"
+        how = "has not been listed since the daemon's start" if _is_not_listed(tier) else "is NOT REACHABLE"
         what = f"{tier.name} {how}, so nothing that depends on it is deleted: {tier.error}"
         if tier.name == "hot" or not tier.url.startswith("s3://"):
             yield _alarm("TierdHalted", WARNING, what, "tier-unreachable", f"tierd doctor --tier {tier.name}")
@@ -251,9 +255,8 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
         what = f"{name} is silent: its trainers are attached and gave no sign for {duration(run.pause.seconds)}"
         why, command = _why_silent(run.processes)
         yield _alarm("TierdRunSilent", WARNING, what + why, "run-silent", command)
-    hot = run.tiers.get("hot")
-    if run.state == "running" and hot is not None and hot.age_s is not None and hot.age_s > NO_CHECKPOINT_S:
-        what = f"{name} trains and has committed nothing for {duration(hot.age_s)}"
+    if run.state == "running" and (nothing_s := _without_commit_s(run)) > NO_CHECKPOINT_S:
+        what = f"{name} trains and has committed nothing for {duration(nothing_s)}"
         yield _alarm("TierdNoNewCheckpoint", WARNING, what, "no-new-checkpoint", f"tierd snapshot --run {name}")
     if run.newer_generation is not None:
         what = f"{name} trains here as generation {run.generation}, and {run.newer_generation} was begun elsewhere"
@@ -285,6 +288,15 @@ def _why_silent(processes: list[HolderReport]) -> tuple[str, str]:
     if waiting:
         return f"; process {shown} waits for a disk or a driver", f"ps -o stat,wchan -p {shown.replace(' ', ',')}"
     return "", f"py-spy dump --pid {processes[0].pid if processes else 'PID'}"
+
+
+def _without_commit_s(run: RunReport) -> float:
+    """How long the trainers that are attached have trained without a commit in hot; 0 if it is not known."""
+    hot, durable = run.tiers.get("hot"), [tier for tier, newest in run.tiers.items() if newest and tier != "memory"]
+    if hot is None and (durable or (run.nodes is not UNSET and run.nodes.parts)):
+        return 0.0
+    known_s = [each for each in (None if hot is None else hot.age_s, run.attached_s) if each is not None]
+    return min(known_s, default=0.0)
 
 
 def _is_unhealthy(run: RunReport) -> bool:

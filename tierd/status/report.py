@@ -125,14 +125,16 @@ class HolderReport(msgspec.Struct, kw_only=True):
 
 
 class RunReport(msgspec.Struct, kw_only=True):
-    """`world_size`, `ranks_attached`, `state`, `reason` and `ended_age_s` (how the trainers are, or ended, and when),
-    `pause`, `cadence` and `newer_generation` (begun elsewhere), of trainers that are attached: only the daemon knows.
-    `tiers`: what each has whole. `at_risk`: what a loss now costs. `nodes`: only of a run over several nodes."""
+    """`world_size`, `ranks_attached`, `attached_s` (how long any is), `state`, `reason` and `ended_age_s` (how the
+    trainers are, or ended, and when), `pause`, `cadence` and `newer_generation` (begun elsewhere), of trainers that are
+    attached: only the daemon knows. `tiers`: what each has whole. `at_risk`: what a loss now costs. `nodes`: only of a
+    run over several nodes."""
 
     run: str
     generation: int
     world_size: int | None = None
     ranks_attached: int | None = None
+    attached_s: float | None = None
     state: str | None = None
     reason: str = ""
     ended_age_s: float | None = None
@@ -227,7 +229,8 @@ class CostsReport(msgspec.Struct, kw_only=True):
 
 
 class StatusReport(msgspec.Struct, kw_only=True):
-    """`pid` None: no daemon answers, and the tiers were listed by the CLI; `holder`: a daemon runs all the same.
+    """`pid` None: no daemon answers, and the tiers were listed by the CLI; `holder`: a daemon runs all the same, and
+    `silence`: it may run, and why it cannot be asked.
     `alarms`: what is wrong, and what to type next. `peer_address`: where other nodes read the
     parts of this one; empty: nowhere. `peer_fingerprint`: of its TLS certificate there; empty without TLS."""
 
@@ -250,6 +253,7 @@ class StatusReport(msgspec.Struct, kw_only=True):
     costs: CostsReport = msgspec.field(default_factory=CostsReport)
     failures: list[FailureReport] = []
     holder: HolderReport | None = None
+    silence: str = ""
     alarms: list[Alarm] = []
 
 

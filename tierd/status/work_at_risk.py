@@ -46,28 +46,39 @@ def work_at_risk(
     step_s: float | None = None,
     restore_s: Mapping[str, float] | None = None,
     on_hot_disk: Collection[str] = (),
+    started_s: float | None = None,
 ) -> list[RiskReport]:
     """`sources`: of the tiers that have one, nearest first; PEER is the copy on another node. `step_s`: how long a step
-    takes. `restore_s`: measured, by tier. `on_hot_disk`: the cold tiers there. Empty without a checkpoint."""
+    takes. `restore_s`: measured, by tier. `on_hot_disk`: the cold tiers there. `started_s`: how long ago this start of
+    the trainers began, where it has saved nothing yet: before it, no work was done after the newest checkpoint. Empty
+    without a checkpoint."""
     if not sources:
         return []
     newest = max(sources.values(), key=lambda source: source[:2])
     off_node = [tier for tier in sources if tier not in (*MEMORY_AND_DISK, *on_hot_disk)]
     cold = [tier for tier in off_node if tier != PEER]
     ahead = _best(sources, cold)
+    ages_s = [age_s for age_s in (newest.age_s, started_s) if age_s is not None] if is_running else [0.0]
+    since_newest_s = min(ages_s, default=None)  # the time of work after the newest checkpoint
     survivors = {"trainers": list(sources), "node": off_node, "region": [tier for tier in cold if tier != ahead]}
+
+    def work_after(source: Source) -> float | None:
+        """In seconds. What the run has rested between two checkpoints counts as work: nothing says how long it was."""
+        if source[:2] == newest[:2]:
+            return since_newest_s
+        if source.age_s is None or newest.age_s is None or since_newest_s is None:
+            return source.age_s if is_running else None
+        return max(0.0, source.age_s - newest.age_s) + since_newest_s
 
     def risk(lost: str, tiers: Collection[str]) -> RiskReport:
         best = _best(sources, tiers)
         if best is None:
             return RiskReport(lost=lost)
         source = sources[best]
-        seconds = source.age_s
-        if seconds is not None and not is_running:  # no work was done after the newest checkpoint
-            seconds = None if newest.age_s is None else max(0.0, seconds - newest.age_s)
+        seconds = work_after(source)
         steps = max(0, newest.step - source.step)
-        if is_running and step_s and newest.age_s is not None:
-            steps += int(newest.age_s / step_s)
+        if step_s and since_newest_s is not None:
+            steps += int(since_newest_s / step_s)
         return RiskReport(
             lost=lost,
             tier=best,

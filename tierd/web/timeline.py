@@ -115,7 +115,8 @@ def _plot(
     low, high = min(values), max(values)
 
     def point(x: float, value: float) -> str:
-        share = (value - low) / (high - low) if high > low else 0.5
+        # Halved: the difference of two numbers may be infinite.
+        share = (value / 2 - low / 2) / (high / 2 - low / 2) if high / 2 > low / 2 else 0.5
         return f"{x},{round(95 - 90 * share, 2)}"
 
     lines: list[Line] = []

@@ -107,8 +107,8 @@ def _held(
         else:
             part = in_memory.make_node_file()  # its head needs no checksums
             part_in.insert(0, MEMORY)
-        if healthy is None and in_memory.diagnosis is not None:
-            healthy = in_memory.diagnosis.healthy
+        if healthy is None:
+            healthy = False if in_memory.is_unhealthy else in_memory.is_healthy
     if part is not None and len(part.ranks) >= DESCRIPTORS_MAX:
         part, part_in = None, []  # it could not be handed over
     return HeldCheckpoint(

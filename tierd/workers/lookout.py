@@ -1,8 +1,8 @@
-"""Looks at one manifest of a cold tier every half minute, and has the tier listed when it is not there or not readable.
+"""Looks at one file of a cold tier every half minute, and has the tier listed when it is not there or not readable.
 
 A listing costs a request per 1000 keys, so a tier is listed every ten minutes; until then nobody would know that its
 server is down or that somebody emptied it. A look is one HEAD. It decides nothing: the listing that follows finds the
-tier unreachable or the checkpoints lost, as always.
+tier unreachable or the checkpoints lost or damaged, as always.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from tierd.context import DaemonContext
 from tierd.errors import TierdError
 from tierd.format import layout
-from tierd.format.ids import CheckpointId
+from tierd.format.manifest import Manifest
 from tierd.tiers.tier import Tier
 
 
 class Lookout:
-    """At the newest manifest of each run in turn: the policy of no daemon deletes it."""
+    """At the newest checkpoint of each run in turn, because the policy of no daemon deletes it: at its manifest, and
+    every second time at one of its other files."""
 
     name = "list"
     is_urgent = False
@@ -25,26 +26,33 @@ class Lookout:
         self._context = context
         self._tier = tier
         self._turn = 0
-        self._doubted: set[CheckpointId] = set()  # a look has failed or not found it, and the tier was listed since
+        self._doubted: set[str] = set()  # keys that a look has not found, or not read; the tier was listed since
 
     async def run_once(self) -> bool:
         catalog, name = self._context.catalog, self._tier.name
         if not catalog.tiers[name].is_known:
             self._doubted.clear()  # the look was right
             return True  # the lister tries again by itself
-        newest = [manifest.id for run in catalog.runs() if (manifest := catalog.newest(run, name)) is not None]
-        self._doubted.intersection_update(newest)
+        newest = [manifest for run in catalog.runs() if (manifest := catalog.newest(run, name)) is not None]
+        folders = tuple(layout.checkpoint_prefix(manifest.id) for manifest in newest)
+        self._doubted = {key for key in self._doubted if key.startswith(folders)}
         if not newest:
             return True
-        checkpoint = newest[self._turn % len(newest)]
+        key = self._key(newest[self._turn % len(newest)], self._turn // len(newest))
         self._turn += 1
         try:
-            await self._tier.store.stored_checksum(layout.manifest_key(checkpoint))
+            await self._tier.store.stored_checksum(key)
         except TierdError:
             # A server that lists what it does not find, or that refuses a HEAD, is not listed each time.
-            if checkpoint not in self._doubted:
-                self._doubted.add(checkpoint)
+            if key not in self._doubted:
+                self._doubted.add(key)
                 self._context.notify.relist(name)
         else:
-            self._doubted.discard(checkpoint)
+            self._doubted.discard(key)
         return True
+
+    def _key(self, manifest: Manifest, turn: int) -> str:
+        key = layout.manifest_key(manifest.id)
+        if turn % 2 == 0 or key in self._doubted or not manifest.files:
+            return key
+        return layout.file_key(manifest.id, manifest.files[turn // 2 % len(manifest.files)].name)
