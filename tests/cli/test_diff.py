@@ -122,6 +122,15 @@ def test_equal_checkpoints_are_equal(house: House) -> None:
     assert house.tierd("diff", "10", "20").stdout.endswith("EQUAL: 1 of 1 tensors are equal\n")
 
 
+def test_values_of_every_rank_are_compared(house: House) -> None:
+    for step, seed in ((10, 1), (20, 2)):
+        trees = [{"extra.a": {"value": 5}}, {"extra.a": {"value": 5}, "rng": {"value": seed}}]
+        commit(house.hot, [shard_of([], tree, rank=rank) for rank, tree in enumerate(trees)], step=step)
+    report = house.json("diff", "10", "20")
+    assert report["values"] == [{"path": "rank 1: rng.value", "a": "1", "b": "2"}]
+    assert not report["is_equal"]
+
+
 def test_only_chosen_tensors_are_read(house: House) -> None:
     two(house, {"model.w": torch.ones(3), "ema.w": torch.ones(3)}, {"model.w": torch.ones(3), "ema.w": torch.zeros(3)})
     report = house.json("diff", "10", "20", "--only", "model.*")

@@ -90,11 +90,10 @@ async def ls(
     known = {name for row in rows for name in row.metrics}
     rows = [row for row in rows if all(fits(row) for fits in conditions)]
     if (metric := lowest or highest) is not None:
-        sortable = [row for row in rows if isinstance(row.metrics.get(metric), float)]  # the others come last
-        sortable.sort(key=lambda row: row.metrics[metric], reverse=highest is not None)
-        if rows and not sortable:
+        measured, others = by_metric(rows, metric, is_highest_first=highest is not None)
+        if rows and not measured:
             print_note(f"tierd: not sorted: no checkpoint here has a number {metric}; {_metrics_text(known)}")
-        rows = sortable + [row for row in rows if row not in sortable]
+        rows = measured + others
     if json:
         print_json(rows)
     elif rows:
@@ -106,6 +105,15 @@ async def ls(
         if where:
             print_note(f"  {_metrics_text(known)}")
     return code
+
+
+def by_metric(
+    rows: list[CheckpointRow], metric: str, *, is_highest_first: bool
+) -> tuple[list[CheckpointRow], list[CheckpointRow]]:
+    """(those with a number of this metric, sorted by it; the others)."""
+    numbers = [(value, row) for row in rows if isinstance(value := row.metrics.get(metric), float)]
+    numbers.sort(key=lambda pair: pair[0], reverse=is_highest_first)
+    return [row for _, row in numbers], [row for row in rows if not isinstance(row.metrics.get(metric), float)]
 
 
 def _metrics_text(names: Collection[str]) -> str:
