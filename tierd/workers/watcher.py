@@ -336,9 +336,9 @@ class Watcher:
         """Delete the adopted checkpoints from the folder, except the newest, once every tier that keeps them has them.
         Those that no tier keeps any more are deleted too. Those whose replica was lost or is foreign stay, and all of
         them while a replica cannot be read."""
+        context, catalog, config = self._context, self._context.catalog, self._context.config
         step_of = {name: seen.step for name, seen in self._seen.items() if seen.is_adopted and seen.is_done}
         adopted = sorted(step_of, key=step_of.__getitem__)
-        context, catalog, config = self._context, self._context.catalog, self._context.config
         is_halted = catalog.unlisted() or self.run in {checkpoint.run for _, checkpoint in catalog.unreadable()}
         if not adopted or self._holder or is_halted:
             return
@@ -365,8 +365,7 @@ class Watcher:
     # ── metrics and status ──
 
     def _set_lag(self) -> None:
-        now_s = self._context.monotonic_s()
-        lag_s = max((now_s - since_s for since_s in self._complete_s.values()), default=0.0)
+        lag_s = max((self._context.monotonic_s() - since_s for since_s in self._complete_s.values()), default=0.0)
         self._context.metrics.watch_lag_seconds.labels(self.run).set(0.0 if self._holder else round(lag_s, 3))
 
     def _next_s(self) -> float:
@@ -383,7 +382,6 @@ class Watcher:
 
     def report(self) -> WatchReport:
         """For the status."""
-        waiting_lines = [f"{name}: {why}" for name, why in sorted(self._verdicts.waiting.items())]
         left_alone = [seen.note for seen in self._seen.values() if seen.note]
         return WatchReport(
             path=printable(self._watch.path),
@@ -395,7 +393,7 @@ class Watcher:
             adopted=self._adopted,
             pending=len(self._complete_s),
             newest_step=self._newest if self._newest >= 0 else None,
-            waiting=lines(waiting_lines),
+            waiting=lines([f"{name}: {why}" for name, why in sorted(self._verdicts.waiting.items())]),
             notes=lines([*self._findings.note_lines(), *left_alone]),
             problems=self._findings.problem_lines(),
         )
