@@ -202,6 +202,7 @@ def test_a_missing_path_an_empty_folder_and_a_folder_around_a_tier_are_refused(h
     for path, code in ((tmp_path / "none", 10), (tmp_path / "empty", 2), (house.root, 2), (house.hot, 2)):
         assert house.tierd("adopt", path, "--run", "hf", "--step", "1").exit_code == code, path
     assert house.tierd("adopt", tmp_path, "--run", "../x", "--step", "1").exit_code == 2
+    assert house.tierd("adopt", "a\0b", "--run", "hf", "--step", "1").exit_code == 2
     (tmp_path / "loop").symlink_to("loop")
     result = house.tierd("adopt", tmp_path / "loop", "--run", "hf", "--step", "1")
     assert (result.exit_code, "this is a bug" in result.stderr) == (2, False)
