@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def test_checkpoints_of_different_numbers_of_ranks_are_compared_element_by_eleme
 
     assert {name: tensor[name] for name in NUMBERS} == pytest.approx(expected(a, b))
     assert (tensor["elements"], tensor["shape"]) == (300 * 64, [300, 64])
+
+
+def test_checkpoints_of_many_ranks_are_compared_in_time(house: House) -> None:
+    """There are as many pairs of parts as the square of the number of ranks."""
+    for step in (10, 20):
+        commit(house.hot, [shard_of([("t", torch.ones(1), (rank,))], rank=rank) for rank in range(100)], step=step)
+    began_s = time.process_time()
+    report = house.json("diff", "10", "20")
+    assert report["tensors"][0]["elements"] == 100
+    assert time.process_time() - began_s < 5
 
 
 def test_a_part_that_several_ranks_have_counts_once(house: House) -> None:

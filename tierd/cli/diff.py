@@ -184,10 +184,11 @@ async def _compare(a: _Side, b: _Side, only: tuple[str, ...], progress: Progress
     distances = {name: Distance() for name, tensor in tensors.items() if not tensor.problem}
     for side in (a, b):
         side.reader.progress = progress
+    block = bytearray(2 * BLOCK_BYTES)  # one for all: there may be millions of pairs of parts
     for tensor, part in a.parts():
         if tensor.name in distances:
             for other in b.tensors[tensor.name].parts:
-                await _add_common(distances[tensor.name], a, b, part, other)
+                await _add_common(distances[tensor.name], a, b, part, other, memoryview(block))
     for name, distance in distances.items():
         _enter(tensors[name], distance)
     has_same_ranks = len(a.shards) == len(b.shards)
@@ -221,15 +222,14 @@ def _dtype(tensor: WholeTensor) -> str:
     return f"{torch_dtype} as {tensor.dtype}" if torch_dtype else tensor.dtype
 
 
-async def _add_common(distance: Distance, a: _Side, b: _Side, part: Part, other: Part) -> None:
-    """Adds what two parts of a tensor have in common."""
+async def _add_common(distance: Distance, a: _Side, b: _Side, part: Part, other: Part, block: memoryview) -> None:
+    """Adds what two parts of a tensor have in common. `block`: twice BLOCK_BYTES, to read into."""
     item_bytes = DTYPE_BYTES[part.entry.dtype]
     boxes = [(each.entry.saved_offsets, each.entry.shape) for each in (part, other)]
-    block = bytearray(2 * BLOCK_BYTES)
     for begin_a, begin_b, length in common_runs(boxes[0], boxes[1]):
         for done in range(0, length * item_bytes, BLOCK_BYTES):
             count = min(BLOCK_BYTES, length * item_bytes - done)
-            first, second = memoryview(block)[:count], memoryview(block)[BLOCK_BYTES : BLOCK_BYTES + count]
+            first, second = block[:count], block[BLOCK_BYTES : BLOCK_BYTES + count]
             await a.reader.fill(part.shard, part.entry.offset + begin_a * item_bytes + done, first)
             await b.reader.fill(other.shard, other.entry.offset + begin_b * item_bytes + done, second)
             await asyncio.to_thread(distance.add, part.entry.dtype, first, second)
