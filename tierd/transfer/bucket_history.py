@@ -29,7 +29,7 @@ class BucketHistory:
     """The objects are listed once, by `names`."""
 
     def __init__(self, objects: ForeignObjects) -> None:
-        self.name = objects.url
+        self.name, self.links = objects.url, list[str]()
         self._objects = objects
         self._by_path: dict[str, ForeignObject] = {}
 
