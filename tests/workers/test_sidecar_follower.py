@@ -199,6 +199,22 @@ async def test_a_former_version_reaches_a_tier_that_did_not_answer_when_the_file
     for tier in ("hot", "cold"):
         assert await followed.content(tier) == b"1\n2\n3\n"
         assert await followed.content(tier, version=2) == b"a\n"
+    hot = followed.rooms.context.hot
+    await hot.store.delete([each.key for each in await followed.segments("hot")])
+    followed.restart()
+    await followed.settle()
+    assert await followed.segments("hot") == [], "hot fetches nothing"
+
+
+async def test_a_file_that_does_not_change_is_not_held_open(followed: Followed) -> None:
+    def count() -> int:
+        return [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")].count(str(followed.file))
+
+    followed.file.write_bytes(b"1\n")
+    await followed.settle()
+    assert count() == 1
+    await followed.settle(11)
+    assert count() == 0
 
 
 async def test_a_tier_that_fails_gets_the_file_later_and_delays_no_other(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -43,6 +43,7 @@ POLL_S = 2.0
 COPY_S = 5.0  # between two copies of one file
 REWRITTEN_S = 3.0  # for so long, the past of a file must have been different
 CHECK_S = 600.0  # how often a file that has not changed is compared with the tiers
+HELD_S = 60.0  # for so long, a file that has not changed stays open
 COST_SHARE = 20  # reading a file takes at most one part in this many of the time
 FILES_MAX = 100
 
@@ -112,6 +113,7 @@ class SidecarFollower:
             for name in gone:
                 self._files[name].changed_s = None
             gone = [name for name in gone if self._files[name].held is not None]
+            self._let_go(found, now_s)
             if due or gone or now_s - self._compared_s >= CHECK_S:
                 await self._copy(due, gone)
         self._record()
@@ -165,15 +167,18 @@ class SidecarFollower:
         is_other = key != followed.key or now_s - followed.checked_s >= CHECK_S
         return is_other and now_s >= followed.not_before_s
 
+    def _let_go(self, found: Mapping[str, tuple[int, ...]], now_s: float) -> None:
+        """Close the files that do not change, so that their disk can be unmounted."""
+        for name, key in found.items():
+            followed = self._files[name]
+            if key == followed.key and now_s - followed.checked_s >= HELD_S:
+                followed.hold(None)
+
     async def _copy(self, names: list[str], gone: list[str]) -> None:
         """`gone`: those that were deleted or renamed since they were read."""
         stored = await self._list()
         if not stored:
             return
-        now_s = self._context.monotonic_s()
-        if stored.keys() != self._compared or now_s - self._compared_s >= CHECK_S:
-            self._compared, self._compared_s = frozenset(stored), now_s
-            await self._complete(stored)
         for name in gone:
             try:
                 await self._copy_rest(name, self._files[name], stored)
@@ -192,6 +197,10 @@ class SidecarFollower:
                 self._problems[name] = error
             pause_s = POLL_S if followed.differs_since_s is not None else max(COPY_S, COST_SHARE * followed.read_s)
             followed.not_before_s = self._context.monotonic_s() + pause_s
+        now_s = self._context.monotonic_s()
+        if stored.keys() != self._compared or now_s - self._compared_s >= CHECK_S:
+            self._compared, self._compared_s = frozenset(stored), now_s
+            await self._complete(stored)
 
     async def _list(self) -> dict[str, list[Segment]]:
         """The segments of the run in each tier that answers."""
@@ -301,15 +310,16 @@ class SidecarFollower:
         return await self._try(tier, lambda: copy.run(state)) is not None
 
     async def _complete(self, stored: dict[str, list[Segment]]) -> None:
-        """Copy what one tier has of former versions, and of files that are gone, to the tiers that lack it because they
-        did not answer when it was written."""
+        """Copy what one tier has of former versions, and of files that are gone, to the cold tiers that lack it because
+        they did not answer when it was written."""
         followed = {(name, each.version) for name, each in self._files.items()}
+        unread = {name for name, each in self._files.items() if not each.version}
         versions = {(each.file, each.version) for segments in stored.values() for each in segments}
-        for file, version in sorted(versions - followed):
+        for file, version in sorted(each for each in versions - followed if each[0] not in unread):
             paths = {tier: chain(segments) for tier, segments in _of_version(stored, file, version).items()}
             ends = {tier: path[-1].end if path else 0 for tier, path in paths.items()}
             best = max(ends, key=ends.__getitem__)
-            for tier in (tier for tier, end in ends.items() if end < ends[best]):
+            for tier in (tier for tier, end in ends.items() if tier in self._context.cold and end < ends[best]):
                 try:
                     await self._copy_segments(best, tier, paths[best], paths[tier])
                 except TierdError as error:
