@@ -59,6 +59,14 @@ def test_a_single_file_comes_back_under_its_name(house: House, tmp_path: Path) -
     assert os.listdir(house.root / "back") == [path.name]
 
 
+def test_a_path_that_is_no_utf_8_is_printed(house: House, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    write(tmp_path / "5.bin").rename(folder / "5.bin")
+    adopted = house.json("adopt", folder / "5.bin", "--run", "hf", "--step", "5")
+    assert adopted["path"].endswith("\\udcff/5.bin")
+
+
 def test_a_folder_of_gpt_simple_comes_back_byte_for_byte_and_its_model_is_imported(
     house: House, tmp_path: Path
 ) -> None:

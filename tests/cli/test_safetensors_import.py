@@ -119,6 +119,13 @@ def test_a_folder_with_an_index_is_one_model(house: House) -> None:
     assert not (house.hot / "other").exists()
 
 
+def test_a_file_from_beyond_the_calendar_is_imported(house: House) -> None:
+    path = house.root / "model.safetensors"
+    save_file({"weight": torch.ones(2)}, path)
+    os.utime(path, (1e12, 1e12))  # some file systems keep it
+    assert house.json("import", path, "--run", "new", "--step", "3")["is_new"]
+
+
 def test_a_tensor_without_a_name_is_not_lost(house: House) -> None:
     tensors = {"": torch.ones(2), "bias": torch.zeros(2)}
     save_file(tensors, house.root / "model.safetensors")

@@ -27,9 +27,10 @@ from tierd.status.checkpoint_report import CheckpointRow, checkpoint_rows
 from tierd.status.report import LOOK_S, tiers_text
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+    "=": operator.eq, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-_CONDITION = re.compile(r"\s*([^<>=!]+?)\s*(<=|>=|!=|<|>|=)\s*(.+?)\s*")
+_CONDITION = re.compile(r"([^<>=!]+)(<=|>=|!=|==|<|>|=)([^<>=!].*)")
 
 
 async def ls(
@@ -124,13 +125,13 @@ def parse_condition(text: str) -> Callable[[CheckpointRow], bool]:
     """Whether a row fits `METRIC OPERATOR VALUE`. A row without the metric fits no condition; a number and a text, as
     which a metric that is not finite is stored, are not compared. Raises BadConfig."""
     match = _CONDITION.fullmatch(text)
-    if match is None:
+    metric, value = (match[1].strip(), match[3].strip()) if match else ("", "")
+    if match is None or not metric or not value:
         raise BadConfig(f"--where {text!r} is no condition", hint="as in 'loss < 3'; the operators: < <= > >= = !=")
-    metric, compare = match[1], _OPERATORS[match[2]]
-    expected: float | str = match[3]
-    if match[3] not in NOT_FINITE:
+    compare, expected = _OPERATORS[match[2]], value
+    if value not in NOT_FINITE:
         with suppress(ValueError):
-            expected = float(match[3])
+            expected = float(value)
 
     def fits(row: CheckpointRow) -> bool:
         value = row.metrics.get(metric)
