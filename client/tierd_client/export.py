@@ -32,7 +32,7 @@ from tierd_client.state.objects import described
 from tierd_client.state.optimizers import GroupTree, OptimizersSection, OptimizerTree, prefixes_of
 from tierd_client.state.restore_filter import StoredEntries
 from tierd_client.state.restore_plan import Available, RestorePlan
-from tierd_client.state.sections import ModuleSection
+from tierd_client.state.sections import ModuleSection, ValueSection
 from tierd_client.state.stored_entries import stored_entries
 from tierd_client.state.training_state import SectionTree, parse_tree
 
@@ -82,6 +82,8 @@ def _state(shards: Sequence[Shard], plan: _ExportPlan) -> dict[str, Any]:
         parse_tree(shard.tierd.get("state", {}))
         for shard in sorted(shards, key=lambda shard: shard.tierd.get("rank", 0))
     ]
+    # The sections of a DictState are its keys, which may have any dots.
+    is_dict = all(section.kind == ValueSection.kind for sections in by_rank for section in sections.values())
     state: dict[str, Any] = {}
     for name in dict.fromkeys(name for sections in by_rank for name in sections):
         trees = [sections for sections in by_rank if name in sections]
@@ -92,10 +94,10 @@ def _state(shards: Sequence[Shard], plan: _ExportPlan) -> dict[str, Any]:
         if any(section.per_rank is not None for section in saved):
             raise _differs(name, "tensors (per_rank)")
         if saved[0].suffix:
-            value: Any = [_value(name, sections, plan) for sections in trees]
+            value: Any = [_value(name, sections[name], sections, plan) for sections in trees]
         else:
-            value = _value(name, {**trees[0], name: _merged(name, saved)}, plan)
-        set_element(state, tuple(name.split(".", 1)), value)
+            value = _value(name, _merged(name, saved), trees[0], plan)
+        set_element(state, (name,) if is_dict else tuple(name.split(".", 1)), value)
     return state
 
 
@@ -142,10 +144,10 @@ def _differs(name: str, what: str) -> BadRequest:
     )
 
 
-def _value(name: str, sections: Mapping[str, SectionTree], plan: _ExportPlan) -> Any:
-    """The section `name` of `sections`, which are those of one rank."""
-    section = sections[name]
+def _value(name: str, section: SectionTree, sections: Mapping[str, SectionTree], plan: _ExportPlan) -> Any:
+    """What is in the section `name`. `sections`: those of one rank."""
     if section.kind == ModuleSection.kind:
+        sections = {**sections, name: section}
         objects = {key: plan.decode(value) for key, value in section.value.items()}
         entries = stored_entries(sections, plan.available, {})
         keys = _keys(name, sections, entries)

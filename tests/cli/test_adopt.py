@@ -59,6 +59,14 @@ def test_a_single_file_comes_back_under_its_name(house: House, tmp_path: Path) -
     assert os.listdir(house.root / "back") == [path.name]
 
 
+def test_a_path_that_is_no_utf_8_is_printed(house: House, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    write(tmp_path / "5.bin").rename(folder / "5.bin")
+    adopted = house.json("adopt", folder / "5.bin", "--run", "hf", "--step", "5")
+    assert adopted["path"].endswith("\\udcff/5.bin")
+
+
 def test_a_folder_of_gpt_simple_comes_back_byte_for_byte_and_its_model_is_imported(
     house: House, tmp_path: Path
 ) -> None:
@@ -202,6 +210,7 @@ def test_a_missing_path_an_empty_folder_and_a_folder_around_a_tier_are_refused(h
     for path, code in ((tmp_path / "none", 10), (tmp_path / "empty", 2), (house.root, 2), (house.hot, 2)):
         assert house.tierd("adopt", path, "--run", "hf", "--step", "1").exit_code == code, path
     assert house.tierd("adopt", tmp_path, "--run", "../x", "--step", "1").exit_code == 2
+    assert house.tierd("adopt", "a\0b", "--run", "hf", "--step", "1").exit_code == 2
     (tmp_path / "loop").symlink_to("loop")
     result = house.tierd("adopt", tmp_path / "loop", "--run", "hf", "--step", "1")
     assert (result.exit_code, "this is a bug" in result.stderr) == (2, False)

@@ -15,6 +15,7 @@ from tests.support.foreign import contents
 from tests.support.framework_saves import SAVES, Writer, archive, save_dcp, save_hf
 from tests.support.processes import ENVIRONMENT, ForkedProcess, run_tierd
 from tests.support.waiting import wait_until
+from tierd.transfer import watched_folder
 
 
 @pytest.fixture
@@ -92,6 +93,10 @@ def test_a_pattern_adopts_what_no_preset_fits(house: House, tmp_path: Path) -> N
     assert adopt("settled", "--pattern", "{step}/", "--settled")["adopted"] == [10, 20, 30]
     files = adopt("files", "--pattern", "weights_{step}.pt")
     assert (files["adopted"], list(files["left"])) == ([10, 20], ["weights_30.pt"])
+    (folder / "raw_10.dat").write_bytes(b"of a format that does not show its end")
+    assert "does not show whether it is whole" in adopt("raw", "--pattern", "raw_{step}.dat")["left"]["raw_10.dat"]
+    assert adopt("raw", "--pattern", "raw_{step}.dat", "--settled")["adopted"] == [10]
+    assert list(adopt("torn", "--pattern", "weights_{step}.pt", "--settled")["left"]) == ["weights_30.pt"]
     assert house.tierd("restore", "--run", "files", "--step", "20", "--to", tmp_path / "back").exit_code == 0
     assert (tmp_path / "back/weights_20.pt").read_bytes() == (folder / "weights_20.pt").read_bytes()
 
@@ -124,11 +129,26 @@ def test_what_is_not_complete_is_named_and_left(house: House, tmp_path: Path) ->
     save_hf(folder, 60, Writer())  # a moment ago
     done = house.tierd("adopt", folder, "--run", "old", "--preset", "hf-trainer")
     assert done.exit_code == 3
-    for name, why in (("20", "trainer_state.json is not whole"), ("50", "no file in it"), ("60", "unchanged for 10 s")):
+    for name, why in (
+        ("20", "trainer_state.json is not whole"),
+        ("40", "it is a link"),
+        ("50", "no file in it"),
+        ("60", "unchanged for 10 s"),
+    ):
         assert any(f"checkpoint-{name}: " in line and why in line for line in done.stderr.splitlines()), done.stderr
     assert [path.parent.name for path in committed(house)] == ["000000000010-g0001", "000000000030-g0001"]
     aged(folder)
     assert adopted(house, folder, "hf-trainer")["adopted"] == [60]
+
+
+def test_a_folder_with_more_than_can_be_listed_is_refused(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history(tmp_path / "out", "step-bin", 10, 20, 30)
+    monkeypatch.setattr(watched_folder, "NAMES_MAX", 2)
+    done = house.tierd("adopt", tmp_path / "out", "--run", "old", "--preset", "step-bin")
+    assert (done.exit_code, "entries" in done.stderr) == (2, True), done.output
+    assert committed(house) == []
 
 
 def test_what_expired_or_is_older_than_the_newest_is_not_adopted_again(house: House, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def test_checkpoints_of_different_numbers_of_ranks_are_compared_element_by_eleme
     assert (tensor["elements"], tensor["shape"]) == (300 * 64, [300, 64])
 
 
+def test_checkpoints_of_many_ranks_are_compared_in_time(house: House) -> None:
+    """There are as many pairs of parts as the square of the number of ranks."""
+    for step in (10, 20):
+        commit(house.hot, [shard_of([("t", torch.ones(1), (rank,))], rank=rank) for rank in range(100)], step=step)
+    began_s = time.process_time()
+    report = house.json("diff", "10", "20")
+    assert report["tensors"][0]["elements"] == 100
+    assert time.process_time() - began_s < 5
+
+
 def test_a_part_that_several_ranks_have_counts_once(house: House) -> None:
     weight = torch.ones(5)
     commit(house.hot, [shard_of([("model.w", weight, (0,))], rank=rank) for rank in range(2)], step=10)
@@ -120,6 +131,15 @@ def test_equal_checkpoints_are_equal(house: House) -> None:
     two(house, {"model.w": torch.ones(3)}, {"model.w": torch.ones(3)})
     assert house.json("diff", "10", "20")["is_equal"]
     assert house.tierd("diff", "10", "20").stdout.endswith("EQUAL: 1 of 1 tensors are equal\n")
+
+
+def test_values_of_every_rank_are_compared(house: House) -> None:
+    for step, seed in ((10, 1), (20, 2)):
+        trees = [{"extra.a": {"value": 5}}, {"extra.a": {"value": 5}, "rng": {"value": seed}}]
+        commit(house.hot, [shard_of([], tree, rank=rank) for rank, tree in enumerate(trees)], step=step)
+    report = house.json("diff", "10", "20")
+    assert report["values"] == [{"path": "rank 1: rng.value", "a": "1", "b": "2"}]
+    assert not report["is_equal"]
 
 
 def test_only_chosen_tensors_are_read(house: House) -> None:

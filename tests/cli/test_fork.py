@@ -63,6 +63,19 @@ def test_fork_is_refused_where_its_milestone_would_lead_to_another_checkpoint(ho
         assert (result.exit_code, "is of run42/000000000200-g0001" in result.stderr) == (15, True), result.output
 
 
+def test_fork_is_refused_where_no_tier_keeps_milestones(tmp_path: Path) -> None:
+    house = make_house(tmp_path, more="[lifecycle.cold]\nmilestones = false")
+    make_checkpoint(house.hot, step=100)
+    result = house.tierd("fork", "--run", "run42", "--step", "100", "--as", "new")
+    assert (result.exit_code, "would expire while the fork needs it" in result.stderr) == (2, True), result.output
+    assert list(house.hot.rglob("milestone-*")) == []
+    result = house.tierd("milestone", "best", "--run", "run42", "--step", "100")
+    assert (result.exit_code, "no tier keeps milestones" in result.stderr) == (0, True), result.output
+    with house.config.open("a") as config:
+        config.write("\n[lifecycle.hot]\nmilestones = true")
+    assert house.tierd("fork", "--run", "run42", "--step", "100", "--as", "new").exit_code == 0
+
+
 def test_training_of_the_fork_begins_there_and_its_parent_does_not_expire(tmp_path: Path) -> None:
     with Daemon(tmp_path, more=KEEP_ONE) as daemon, Trainer() as trainer:
         trainer.connect(daemon.socket, "base")

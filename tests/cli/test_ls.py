@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from typer.testing import CliRunner
 from tests.support.cli import House, flip_a_bit, folder_of, make_checkpoint, make_house, make_part
 from tierd.cli import daemon_http as daemon
 from tierd.cli.app import make_app
+from tierd.cli.ls import by_metric
+from tierd.status.checkpoint_report import CheckpointRow
 
 DEAD_S3 = """
 [[cold]]
@@ -115,6 +118,28 @@ def test_ls_says_of_what_is_not_committed_in_cold_how_many_ranks_are_there(house
     assert not target.exists()
     passed_over = house.tierd("restore", "--to", target)
     assert (passed_over.exit_code, "passed over: run42/000000000300" in passed_over.stderr) == (0, True)
+
+
+def test_many_checkpoints_are_sorted_by_a_metric_at_once() -> None:
+    rows = [
+        CheckpointRow(
+            run="run",
+            step=step,
+            generation=1,
+            tiers=["hot"],
+            milestone=None,
+            healthy=None,
+            size_bytes=1,
+            created_at="",
+            metrics={"loss": float(step % 100)} if step % 2 else {},
+        )
+        for step in range(20_000)
+    ]
+    began_s = time.process_time()
+    measured, others = by_metric(rows, "loss", is_highest_first=True)
+    assert time.process_time() - began_s < 1
+    assert (len(measured), len(others)) == (10_000, 10_000)
+    assert [row.step for row in measured[:2]] == [99, 199], "of equal ones the first stays first"
 
 
 def test_ls_filters_by_run_and_by_tier(house: House) -> None:

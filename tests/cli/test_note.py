@@ -74,6 +74,7 @@ def test_the_next_note_brings_the_older_ones_to_a_tier_that_did_not_answer(house
         (("--step", "100"), 2, "the note is empty"),
         (("--step", "100", "x" * (TEXT_CHARS_MAX + 1)), 2, f"more than {TEXT_CHARS_MAX}"),
         (("--step", "100", "--tag", "a/b"), 2, "'a/b' cannot be a tag"),
+        (("--step", "100", "\udcff"), 2, "is no UTF-8"),
         (("--step", "999", "lost"), 10, "there is none"),
     ],
 )

@@ -75,6 +75,7 @@ def losses(house: House) -> None:
         (["loss > 0", "accuracy = 0.5"], [2]),
         (["loss = low"], []),
         (["speed > 0"], []),
+        (["  loss==3  "], [1]),
     ],
 )
 def test_ls_shows_only_what_fits_all_conditions(house: House, conditions: list[str], steps: list[int]) -> None:
@@ -95,5 +96,6 @@ def test_ls_names_the_metrics_where_nothing_fits_and_refuses_what_is_no_conditio
     assert (result.exit_code, "where acc > 1" in result.stderr, "accuracy, loss" in result.stderr) == (0, True, True)
     result = house.tierd("ls", "--lowest", "los")
     assert "not sorted: no checkpoint here has a number los; the metrics there are accuracy, loss" in result.stderr
-    for arguments in (("--where", "loss"), ("--where", "< 3"), ("--lowest", "a", "--highest", "b")):
-        assert house.tierd("ls", *arguments).exit_code == 2
+    for condition in ("loss", "< 3", "loss <", "loss << 3", "loss =< 3", " " * 20_000 + "x"):
+        assert house.tierd("ls", "--where", condition).exit_code == 2, condition[:20]
+    assert house.tierd("ls", "--lowest", "a", "--highest", "b").exit_code == 2

@@ -119,6 +119,23 @@ def test_a_folder_with_an_index_is_one_model(house: House) -> None:
     assert not (house.hot / "other").exists()
 
 
+def test_a_file_from_beyond_the_calendar_is_imported(house: House) -> None:
+    path = house.root / "model.safetensors"
+    save_file({"weight": torch.ones(2)}, path)
+    os.utime(path, (1e12, 1e12))  # some file systems keep it
+    assert house.json("import", path, "--run", "new", "--step", "3")["is_new"]
+
+
+def test_a_tensor_without_a_name_is_not_lost(house: House) -> None:
+    tensors = {"": torch.ones(2), "bias": torch.zeros(2)}
+    save_file(tensors, house.root / "model.safetensors")
+    house.json("import", house.root / "model.safetensors", "--run", "new", "--step", "3")
+    assert house.tierd("export", "--format", "safetensors", "--to", house.root / "back").exit_code == 0
+    assert_same(
+        load_file(house.root / "back/model.safetensors"), {f"model.{name}": each for name, each in tensors.items()}
+    )
+
+
 def test_importing_again_does_nothing_and_other_bytes_under_the_step_are_refused(house: House) -> None:
     path = house.root / "model.safetensors"
     save_file({"weight": torch.ones(3)}, path)
@@ -142,6 +159,7 @@ def test_a_file_that_is_missing_torn_or_of_another_format_is_refused(house: Hous
         path.write_bytes(torn)
         assert_refused(house, path, 12, "read ")
     assert_refused(house, house.root / "absent.safetensors", 10, "No such file")
+    assert_refused(house, house.root / ("x" * 300), 10, "File name too long")
     os.mkfifo(house.root / "pipe")
     assert_refused(house, house.root / "pipe", 2, "no regular file")
     (house.root / "notes.txt").write_text("hello, world")

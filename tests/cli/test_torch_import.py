@@ -156,6 +156,15 @@ def test_a_state_dict_is_a_model_whatever_strides_and_dtypes_it_has(house: House
     assert torch.equal(load_file(back / "model.safetensors")["transposed"], tensors["transposed"])
 
 
+def test_keys_with_dots_come_back_as_they_were(house: House) -> None:
+    values = {"a.b": torch.ones(2), "a": {"b": torch.zeros(3)}, "extra.lr": 0.1, "extra": {"lr": 0.2}}
+    house.json("import", saved(house.root / "step.pt", values), "--run", "new", "--step", "3")
+    back = exported(house)
+    assert list(back) == list(values)
+    for key, value in values.items():
+        assert_same(back[key], value)
+
+
 def test_importing_again_does_nothing_and_other_bytes_under_the_step_are_refused(house: House) -> None:
     path = saved(house.root / "step.pt", {"weight": torch.ones(3), "epoch": 1})
     more = ("--run", "new", "--step", "3")

@@ -184,6 +184,7 @@ def test_a_flat_file_of_another_step_or_size_than_its_header_says_is_not_complet
         ("*{step}.pt", "a123.pt", 123),
         ("it?{step}*", "it-5-loss=0.3", 5),
         ("step.{step}", "stepX5", None),
+        ("*-{step}.pt", "a\nb-5.pt", 5),
         ("ckpt-{step}/", "ckpt-5/x", None),
     ],
 )

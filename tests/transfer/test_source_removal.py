@@ -38,6 +38,26 @@ def test_what_has_changed_since_it_was_adopted_stays(tmp_path: Path) -> None:
     assert (folder / "__0_0.distcp").exists()
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+def test_what_is_written_just_before_the_rename_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_file: bool
+) -> None:
+    path = write(tmp_path / "out/step_5.bin") if is_file else make_folder(tmp_path / "out/checkpoint-5")
+    written = path if is_file else path / "__0_0.distcp"
+    tree, rename = scan(path), os.rename
+
+    def late(*arguments: object, **options: object) -> None:
+        monkeypatch.undo()
+        written.write_bytes(b"saved again")
+        rename(*arguments, **options)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(os, "rename", late)
+    with pytest.raises(Transient, match="was written while"):
+        remove_source(tree)
+    assert os.listdir(tmp_path / "out") == [path.name]
+    assert written.read_bytes() == b"saved again"
+
+
 def test_what_is_gone_is_not_found_and_what_a_killed_removal_left_goes(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "out/checkpoint-5")
     (folder / "locked").chmod(0o755)

@@ -6,16 +6,18 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.catalog.decisions import lost, pending
-from tierd.catalog.listing import refresh
+from tierd.catalog.listing import refresh, refresh_run
 from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.tiers.store import StoredObject
+from tierd.tiers.tier import Tier
 from tierd.workers.lister import DELETION_S, Lister
 from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import clear_uncommitted
@@ -312,3 +314,25 @@ async def test_look_ends_when_the_tier_cannot_be_listed(rooms: Rooms) -> None:
             await lister.run_once()
         await look
     assert lister.listed_s is None
+
+
+async def test_listings_of_a_run_read_each_manifest_once_and_again_when_it_is_another(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[CheckpointId] = []
+    manifests = Tier.manifests
+
+    async def counted(tier: Tier, checkpoints: Sequence[CheckpointId], **options: Any) -> Any:
+        read.extend(checkpoints)
+        return await manifests(tier, checkpoints, **options)
+
+    monkeypatch.setattr(Tier, "manifests", counted)
+    for step in (400, 500):
+        await rooms.commit("hot", step=step, sequence=step)
+        for _ in range(2):
+            await refresh_run(rooms.catalog, rooms.hot, RUN, rooms.context.identities)
+    assert [checkpoint.step for checkpoint in read] == [400, 500]
+    shutil.rmtree(rooms.folder("hot", id_of(500)))
+    await rooms.commit("hot", step=500, sequence=7)
+    await refresh_run(rooms.catalog, rooms.hot, RUN, rooms.context.identities)
+    assert [checkpoint.step for checkpoint in read] == [400, 500, 500]

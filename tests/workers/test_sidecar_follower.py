@@ -147,6 +147,76 @@ async def test_what_was_deleted_stays_in_the_tiers(followed: Followed) -> None:
     assert (report.behind_s, report.problems) == (0.0, [])
 
 
+@pytest.mark.parametrize("new", [b"4\n", None])
+async def test_lines_that_were_written_just_before_a_rotation_stay_with_the_former_version(
+    followed: Followed, new: bytes | None
+) -> None:
+    followed.file.write_bytes(b"1\n2\n")
+    await followed.settle()
+    with followed.file.open("ab") as file:
+        file.write(b"3\n")
+    followed.file.rename(followed.folder / "loss.old")
+    if new is not None:
+        followed.file.write_bytes(new)
+    report = await followed.settle(3)
+    for tier in ("hot", "cold"):
+        assert await followed.content(tier) == b"1\n2\n3\n"
+        assert await followed.content(tier, version=2) == (new or b"")
+    assert (report.rewritten, report.behind_s) == ({} if new is None else {NAME: 1}, 0.0)
+
+
+async def test_a_file_that_is_deleted_before_it_is_copied_is_not_behind_for_ever(
+    followed: Followed, now_s: list[float]
+) -> None:
+    followed.file.write_bytes(b"1\n")
+    await followed.settle()
+    followed.file.write_bytes(b"1\n2\n")
+    now_s[0] += 1
+    await followed.worker.run_once()
+    followed.file.unlink()
+    report = await followed.settle()
+    assert report.behind_s == 0.0
+    assert await followed.content("cold") == b"1\n2\n", "the daemon had it open"
+
+
+async def test_a_former_version_reaches_a_tier_that_did_not_answer_when_the_file_changed(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed.file.write_bytes(b"1\n2\n")
+    await followed.settle()
+
+    async def no_list(*_: object, **__: object) -> list[object]:
+        raise TierUnreachable("list: no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(followed.rooms.context.cold["cold"].store, "list", no_list)
+        followed.file.write_bytes(b"1\n2\n3\n")
+        await followed.settle()
+        followed.file.write_bytes(b"a\n")
+        await followed.settle(3)
+    assert await followed.content("cold") == b"1\n2\n"
+    await followed.settle(40)  # the tier is asked less often after a failure
+    for tier in ("hot", "cold"):
+        assert await followed.content(tier) == b"1\n2\n3\n"
+        assert await followed.content(tier, version=2) == b"a\n"
+    hot = followed.rooms.context.hot
+    await hot.store.delete([each.key for each in await followed.segments("hot")])
+    followed.restart()
+    await followed.settle()
+    assert await followed.segments("hot") == [], "hot fetches nothing"
+
+
+async def test_a_file_that_does_not_change_is_not_held_open(followed: Followed) -> None:
+    def count() -> int:
+        return [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")].count(str(followed.file))
+
+    followed.file.write_bytes(b"1\n")
+    await followed.settle()
+    assert count() == 1
+    await followed.settle(11)
+    assert count() == 0
+
+
 async def test_a_tier_that_fails_gets_the_file_later_and_delays_no_other(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -35,7 +36,7 @@ from tierd.tiers.watch import FolderEvents
 from tierd.transfer import watched_folder
 from tierd.transfer.adopted_output import AdoptedOutput
 from tierd.transfer.adoption import read_tree
-from tierd.workers import folder_events, watch_claim, watcher
+from tierd.workers import folder_events, scan_order, watch_claim
 from tierd.workers.hot_space import no_room
 from tierd.workers.watcher import Watcher
 
@@ -342,17 +343,63 @@ async def test_another_name_of_the_same_step_is_not_adopted(tmp_path: Path) -> N
         assert folder.problems == []
 
 
-async def test_a_folder_with_more_than_can_be_looked_at_is_a_problem_and_the_newest_are_adopted(
+async def test_another_name_of_an_older_step_begins_no_generation_after_a_restart(tmp_path: Path) -> None:
+    """Otherwise the older step would be the newest checkpoint of the run."""
+    async with watched(tmp_path, preset="lightning") as folder:
+        save_lightning(folder.out, 5, Writer())
+        await folder.look()
+        (folder.out / "epoch=3-step=5-v1.ckpt").write_bytes(archive(90))
+        await folder.look()
+        save_lightning(folder.out, 6, Writer())
+        await folder.look()
+        await folder.restart()
+        await folder.look()
+        assert folder.adopted == [(5, 1, 1), (6, 1, 2)]
+        assert "epoch=3-step=5-v1.ckpt is not adopted: newer ones were adopted before" in folder.watcher.report().notes
+
+
+async def test_an_older_step_that_is_saved_again_is_noticed_however_many_are_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan_order, "RECHECKED", 2)
+    monkeypatch.setattr(scan_order, "OTHERS_RECHECKED", 3)
+    async with watched(tmp_path, preset="step-bin", cold=()) as folder:
+        for step in range(1, 11):
+            save_step_bin(folder.out, step, Writer())
+        await folder.look()
+        save_step_bin(folder.out, 2, Writer())  # the training has gone back
+        for _ in range(3):
+            await folder.look()
+        assert folder.adopted[1:3] == [(2, 1, 2), (2, 2, 11)]
+
+
+async def test_what_is_written_after_the_clock_was_set_back_is_adopted(tmp_path: Path) -> None:
+    async with watched(tmp_path, preset="step-bin") as folder:
+        ahead_s = time.time() + 1800
+        os.utime(save_step_bin(folder.out, 5, Writer()), (ahead_s, ahead_s))
+        await folder.look()
+        folder.clock.now_s += 20
+        save_step_bin(folder.out, 6, Writer())
+        os.utime(save_step_bin(folder.out, 4, Writer()), (1e9, 1e9))  # copied there with its old time
+        await folder.look()
+        assert folder.steps == [5, 6]
+
+
+async def test_a_folder_with_more_than_can_be_looked_at_is_a_problem_and_all_are_adopted_in_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watched_folder, "NAMES_MAX", 30)
-    monkeypatch.setattr(watcher, "SCANNED_MAX", 4)
+    monkeypatch.setattr(scan_order, "SCANNED_MAX", 4)
     async with watched(tmp_path, preset="step-bin") as folder:
         for step in range(1, 11):
             save_step_bin(folder.out, step, Writer())
         await folder.look()
-        assert folder.steps == [7, 8, 9, 10]
-        assert "the 6 with the lowest steps" in folder.watcher.report().notes[0]
+        assert folder.steps == [1, 2, 3, 4]
+        assert "the 6 with the highest steps" in folder.watcher.report().notes[0]
+        assert folder.watcher.interval_s <= folder.rooms.config.limits.reconcile_interval_s
+        await folder.look()
+        await folder.look()
+        assert folder.adopted == [(step, 1, step) for step in range(1, 11)]
         for number in range(30):
             (folder.out / f"x{number}").touch()
         await folder.look()
@@ -433,6 +480,19 @@ async def test_sources_are_removed_once_every_tier_that_keeps_them_has_them_but_
         await folder.look()
         assert sorted(os.listdir(folder.out)) == ["checkpoint-4"], "3 is in cold"
         assert folder.steps == [1, 2, 3, 4]
+
+
+async def test_a_source_whose_step_is_not_in_its_name_is_removed_once_its_own_step_is_in_cold(tmp_path: Path) -> None:
+    async with watched(tmp_path, preset="gpt-simple", source="remove") as folder:
+        SAVES["gpt-simple"](folder.out, 5, Writer()).rename(folder.out / "final")
+        await folder.look()
+        SAVES["gpt-simple"](folder.out, 6, Writer())  # the training was extended
+        await folder.look()
+        await folder.look()
+        assert sorted(os.listdir(folder.out)) == ["checkpoint-6-shutdown", "final"], "cold does not have step 5 yet"
+        await folder.rooms.replicator().run_once()
+        await folder.look()
+        assert os.listdir(folder.out) == ["checkpoint-6-shutdown"]
 
 
 @pytest.mark.parametrize("how", ["damaged", "lost", "foreign"])

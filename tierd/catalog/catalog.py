@@ -209,6 +209,7 @@ class Catalog:
         diagnoses: Mapping[CheckpointId, bool],
         newer_format: Iterable[CheckpointId],
         foreign: Mapping[str, str],
+        fingerprints: Mapping[CheckpointId, tuple[int, str]] = MappingProxyType({}),
     ) -> None:
         """What a listing of one run has found besides what is known: replicas, and markers of known ones. It removes
         nothing: a listing of the whole tier may be under way, and an older one must not undo this one either."""
@@ -218,6 +219,8 @@ class Catalog:
                 self._touch(checkpoint, tier)
                 self._forget_unreadable(checkpoint, tier)
                 entry = self._put(checkpoint, manifest, tier)
+            if checkpoint in fingerprints and entry.held(tier) == manifest:  # else it is read again
+                self.tiers[tier].fingerprints[checkpoint] = fingerprints[checkpoint]
             if not milestones <= (known := entry.milestones.get(tier, frozenset())):
                 self._touch(checkpoint, tier)
                 entry.milestones[tier] = known | milestones

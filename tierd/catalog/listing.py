@@ -153,6 +153,7 @@ async def _enter_run(catalog: Catalog, tier: Tier, listing: Listing) -> None:
         diagnoses=listed.diagnoses,
         newer_format=listed.newer_format,
         foreign=listed.foreign,
+        fingerprints=listing.fingerprints,
     )
 
 

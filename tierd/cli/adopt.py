@@ -155,7 +155,7 @@ async def adopt(
 def _resolved(path: str) -> Path:
     try:
         return Path(path).absolute().resolve()
-    except (OSError, RuntimeError) as error:  # RuntimeError: before Python 3.13
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: before Python 3.13
         raise BadConfig(f"adopt {path}: {error}", hint="is it a link to itself?") from error
 
 

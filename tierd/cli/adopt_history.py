@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
 
@@ -108,7 +109,9 @@ async def _judge(
 ) -> tuple[dict[str, SourceTree], Verdicts]:
     found = await source.names()
     fitting = [name for name, is_folder in found.items() if is_name(name, preset, is_folder=is_folder)]
-    if not fitting:
+    links = [name for name in source.links if is_name(name, preset, is_folder=preset.is_folder)]
+    report.left |= dict.fromkeys(links, "it is a link, which is not followed")
+    if not fitting and not links:
         raise misfit(source.name, found, preset) or NotFound(
             f"adopt {source.name}: no name there fits the preset {preset.name}, as {preset.example} would",
             hint="--step N adopts a single folder or file",
@@ -125,7 +128,10 @@ async def _judge(
                 continue
             changed_s = max(tree.modified_ns, tree.folders_changed_ns) / 1e9
             unchanged_s = math.inf if is_settled else now().timestamp() - changed_s
-            ready.append(await source.listed(tree, preset, unchanged_s=unchanged_s))
+            entry = await source.listed(tree, preset, unchanged_s=unchanged_s)
+            if is_settled and not entry.is_folder and entry.is_whole is None:
+                entry = replace(entry, is_whole=True)  # its format does not show it, and nobody writes there
+            ready.append(entry)
             trees[name] = tree
         except TierdError as error:
             report.left[name] = error.message

@@ -28,7 +28,19 @@ def print_result(*lines: str) -> None:
 
 
 def print_json(result: Any) -> None:
-    typer.echo(printable_json(msgspec.json.format(msgspec.json.encode(result), indent=2)))
+    try:
+        encoded = msgspec.json.encode(result)
+    except UnicodeEncodeError:  # the path of a file may be no UTF-8
+        encoded = msgspec.json.encode(_as_text(msgspec.to_builtins(result)))
+    typer.echo(printable_json(msgspec.json.format(encoded, indent=2)))
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_as_text(key): _as_text(each) for key, each in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    return [_as_text(each) for each in value] if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType]
 
 
 def print_report(report: T, *, as_json: bool, text: str | Callable[[T], None]) -> None:

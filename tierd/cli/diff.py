@@ -72,7 +72,8 @@ class ValueDifference(msgspec.Struct, kw_only=True):
 
 
 class Difference(msgspec.Struct, kw_only=True):
-    """What `tierd diff --json` prints. `a`, `b`: the checkpoints. `values`: of rank 0."""
+    """What `tierd diff --json` prints. `a`, `b`: the checkpoints. `values`: of rank 0, and what other ranks have
+    otherwise, if as many ranks wrote both."""
 
     a: str
     b: str
@@ -147,10 +148,19 @@ class _Side:
         parts = [(tensor, part) for tensor in self.tensors.values() for part in tensor.parts]
         yield from sorted(parts, key=lambda each: (order[each[1].shard], each[1].entry.offset))
 
-    def values(self) -> dict[str, str]:
-        """The leaves of the state tree of rank 0, as JSON by their path."""
-        first = next(iter(self.shards.values()))
-        return dict(_leaves("", first.tierd.get("state") or {}))
+    def values(self, *, all_ranks: bool) -> dict[str, str]:
+        """The leaves of the state tree of rank 0, as JSON by their path; with `all_ranks` also what other ranks have
+        that differs from that."""
+        metadata = sorted((shard.tierd for shard in self.shards.values()), key=lambda each: each.get("rank", 0))
+        first, *others = metadata if all_ranks else metadata[:1]
+        values = dict(_leaves("", first.get("state") or {}))
+        own = {
+            f"rank {other.get('rank')}: {path}": leaf
+            for other in others
+            for path, leaf in _leaves("", other.get("state") or {})
+            if values.get(path) != leaf
+        }
+        return values | own
 
 
 async def _open(replicas: Replicas) -> _Side:
@@ -174,13 +184,15 @@ async def _compare(a: _Side, b: _Side, only: tuple[str, ...], progress: Progress
     distances = {name: Distance() for name, tensor in tensors.items() if not tensor.problem}
     for side in (a, b):
         side.reader.progress = progress
+    block = bytearray(2 * BLOCK_BYTES)  # one for all: there may be millions of pairs of parts
     for tensor, part in a.parts():
         if tensor.name in distances:
             for other in b.tensors[tensor.name].parts:
-                await _add_common(distances[tensor.name], a, b, part, other)
+                await _add_common(distances[tensor.name], a, b, part, other, memoryview(block))
     for name, distance in distances.items():
         _enter(tensors[name], distance)
-    values_a, values_b = a.values(), b.values()
+    has_same_ranks = len(a.shards) == len(b.shards)
+    values_a, values_b = (side.values(all_ranks=has_same_ranks) for side in (a, b))
     values = [
         ValueDifference(path=path, a=values_a.get(path), b=values_b.get(path))
         for path in sorted(values_a.keys() | values_b.keys())
@@ -210,15 +222,14 @@ def _dtype(tensor: WholeTensor) -> str:
     return f"{torch_dtype} as {tensor.dtype}" if torch_dtype else tensor.dtype
 
 
-async def _add_common(distance: Distance, a: _Side, b: _Side, part: Part, other: Part) -> None:
-    """Adds what two parts of a tensor have in common."""
+async def _add_common(distance: Distance, a: _Side, b: _Side, part: Part, other: Part, block: memoryview) -> None:
+    """Adds what two parts of a tensor have in common. `block`: twice BLOCK_BYTES, to read into."""
     item_bytes = DTYPE_BYTES[part.entry.dtype]
     boxes = [(each.entry.saved_offsets, each.entry.shape) for each in (part, other)]
-    block = bytearray(2 * BLOCK_BYTES)
     for begin_a, begin_b, length in common_runs(boxes[0], boxes[1]):
         for done in range(0, length * item_bytes, BLOCK_BYTES):
             count = min(BLOCK_BYTES, length * item_bytes - done)
-            first, second = memoryview(block)[:count], memoryview(block)[BLOCK_BYTES : BLOCK_BYTES + count]
+            first, second = block[:count], block[BLOCK_BYTES : BLOCK_BYTES + count]
             await a.reader.fill(part.shard, part.entry.offset + begin_a * item_bytes + done, first)
             await b.reader.fill(other.shard, other.entry.offset + begin_b * item_bytes + done, second)
             await asyncio.to_thread(distance.add, part.entry.dtype, first, second)

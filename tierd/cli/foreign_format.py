@@ -28,7 +28,11 @@ _BY_SUFFIX = {
 
 def format_of(path: Path) -> Format:
     """Raises NotFound, BadConfig where it is no regular file, and Unsupported for a format that tierd does not read."""
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise NotFound(f"import {path}: {error.strerror}") from error
+    if is_folder:
         return _format_of_folder(path)
     with closing(ForeignFile(path)) as file:
         head = file.read(_JSON_AT + 1, 0)

@@ -14,7 +14,7 @@ import typer
 from tierd.catalog.selectable import selectable_replicas
 from tierd.cli import options
 from tierd.cli.console import print_report, print_result
-from tierd.cli.milestone import mark
+from tierd.cli.milestone import keeps_milestones, mark
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
 from tierd.errors import BadConfig, TargetNotEmpty, Unsupported
@@ -37,6 +37,11 @@ async def fork(
     child = check_run(new_run)
     query = parse_query(run, step, generation, allow_unhealthy=False)
     name = milestone_of(child)
+    if not keeps_milestones(settings_of(context).config()):
+        raise BadConfig(
+            f"fork as {child}: no tier keeps milestones, so the checkpoint would expire while the fork needs it",
+            hint="set milestones = true in [lifecycle.cold]",
+        )
     async with open_tiers(settings_of(context)) as tiers:
         code = tiers.check_reachable()
         chosen = select(query, selectable_replicas(tiers.catalog)).candidate.id

@@ -27,9 +27,10 @@ from tierd.status.checkpoint_report import CheckpointRow, checkpoint_rows
 from tierd.status.report import LOOK_S, tiers_text
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+    "=": operator.eq, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-_CONDITION = re.compile(r"\s*([^<>=!]+?)\s*(<=|>=|!=|<|>|=)\s*(.+?)\s*")
+_CONDITION = re.compile(r"([^<>=!]+)(<=|>=|!=|==|<|>|=)([^<>=!].*)")
 
 
 async def ls(
@@ -90,11 +91,10 @@ async def ls(
     known = {name for row in rows for name in row.metrics}
     rows = [row for row in rows if all(fits(row) for fits in conditions)]
     if (metric := lowest or highest) is not None:
-        sortable = [row for row in rows if isinstance(row.metrics.get(metric), float)]  # the others come last
-        sortable.sort(key=lambda row: row.metrics[metric], reverse=highest is not None)
-        if rows and not sortable:
+        measured, others = by_metric(rows, metric, is_highest_first=highest is not None)
+        if rows and not measured:
             print_note(f"tierd: not sorted: no checkpoint here has a number {metric}; {_metrics_text(known)}")
-        rows = sortable + [row for row in rows if row not in sortable]
+        rows = measured + others
     if json:
         print_json(rows)
     elif rows:
@@ -108,6 +108,15 @@ async def ls(
     return code
 
 
+def by_metric(
+    rows: list[CheckpointRow], metric: str, *, is_highest_first: bool
+) -> tuple[list[CheckpointRow], list[CheckpointRow]]:
+    """(those with a number of this metric, sorted by it; the others)."""
+    numbers = [(value, row) for row in rows if isinstance(value := row.metrics.get(metric), float)]
+    numbers.sort(key=lambda pair: pair[0], reverse=is_highest_first)
+    return [row for _, row in numbers], [row for row in rows if not isinstance(row.metrics.get(metric), float)]
+
+
 def _metrics_text(names: Collection[str]) -> str:
     return f"the metrics there are {', '.join(sorted(names)) or 'none: snapshot(metrics={...}) gives some'}"
 
@@ -116,13 +125,13 @@ def parse_condition(text: str) -> Callable[[CheckpointRow], bool]:
     """Whether a row fits `METRIC OPERATOR VALUE`. A row without the metric fits no condition; a number and a text, as
     which a metric that is not finite is stored, are not compared. Raises BadConfig."""
     match = _CONDITION.fullmatch(text)
-    if match is None:
+    metric, value = (match[1].strip(), match[3].strip()) if match else ("", "")
+    if match is None or not metric or not value:
         raise BadConfig(f"--where {text!r} is no condition", hint="as in 'loss < 3'; the operators: < <= > >= = !=")
-    metric, compare = match[1], _OPERATORS[match[2]]
-    expected: float | str = match[3]
-    if match[3] not in NOT_FINITE:
+    compare, expected = _OPERATORS[match[2]], value
+    if value not in NOT_FINITE:
         with suppress(ValueError):
-            expected = float(match[3])
+            expected = float(value)
 
     def fits(row: CheckpointRow) -> bool:
         value = row.metrics.get(metric)

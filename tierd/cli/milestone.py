@@ -15,7 +15,7 @@ from tierd.catalog.entry import Entry
 from tierd.catalog.listing import files_of
 from tierd.catalog.selectable import selectable_replicas
 from tierd.cli import options
-from tierd.cli.console import now, print_report
+from tierd.cli.console import now, print_note, print_report
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import OpenedTiers, open_tiers
 from tierd.cli.options import Settings, parse_query, settings_of
@@ -141,6 +141,8 @@ async def mark(
                 hint="give it another name",
             )
     layout.milestone_file(name)  # refuses a bad name before the first marker is written
+    if not keeps_milestones(config):
+        print_note("tierd: no tier keeps milestones: milestones = false in every [lifecycle] section of the config")
     marked_at = now().isoformat(timespec="milliseconds")
     names: list[str] = []
     for tier in (tiers.by_name[tier] for tier in chosen.tiers):
@@ -156,3 +158,10 @@ async def mark(
     if not names:
         raise NotFound(f"mark {chosen.id} as {name}: it has just been deleted", hint="choose another: `tierd ls`")
     return chosen.id, names
+
+
+def keeps_milestones(config: Config) -> bool:
+    """Whether the policy of a tier keeps them."""
+    lifecycle = config.lifecycle
+    cold = [config.own_policies.get(each.name, lifecycle.cold) for each in config.cold] or [lifecycle.cold]
+    return any(policy.milestones for policy in (lifecycle.hot, *cold))

@@ -36,6 +36,12 @@ def check(note: Note) -> None:
         raise BadRequest("the note is empty", hint="give a text, --tag NAME or --untag NAME")
     if len(note.text) > TEXT_CHARS_MAX:
         raise BadRequest(f"the note has {len(note.text)} characters, more than {TEXT_CHARS_MAX}", hint="shorten it")
+    try:
+        note.text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"the text of the note is no UTF-8: {error.reason}", hint="write it in the terminal's encoding"
+        ) from error
     tags = [*note.added, *note.removed]
     if len(tags) > TAGS_MAX:
         raise BadRequest(f"{len(tags)} tags, more than {TAGS_MAX}", hint="write several notes")

@@ -57,7 +57,7 @@ def whole_tensors(shards: Mapping[str, Shard], prefix: str = "") -> list[WholeTe
     parts: dict[str, dict[Box, Part]] = {}  # several ranks may have stored the same part
     for shard_name, shard in shards.items():
         for name, entry in shard.tensors.items():
-            if name.startswith(prefix) and name != prefix:
+            if name.startswith(prefix) and (name != prefix or not prefix):
                 parts.setdefault(name, {}).setdefault((entry.saved_offsets, entry.shape), Part(shard_name, entry))
     return [_whole(name.removeprefix(prefix), list(parts[name].values())) for name in sorted(parts)]
 

@@ -157,7 +157,7 @@ def preset_of(watch: WatchConfig) -> Preset:
     whole = Whole.PRESENT if watch.renamed or watch.marker else Whole.FORMAT
     return Preset(
         name=watch.pattern,
-        pattern=re.compile(expression),
+        pattern=re.compile(expression, re.DOTALL),  # a name may have a line break
         is_folder=watch.pattern.endswith("/"),
         marker=watch.marker,
         whole=Whole.JSON if watch.marker.endswith(".json") else whole,

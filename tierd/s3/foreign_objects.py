@@ -31,13 +31,13 @@ class ForeignObjects:
         self.url = cold.url.rstrip("/")
         self._requests = S3Requests(cold, limits)
 
-    async def list(self) -> list[ForeignObject]:
-        """All of them; without the empty objects that stand for folders."""
+    async def list(self, below: str = "") -> list[ForeignObject]:
+        """All of them whose path begins with `below`; without the empty objects that stand for folders."""
         action, prefix = f"list {self.url}", self._requests.prefix
         objects: list[ForeignObject] = []
         after: dict[str, Any] = {}
         while True:
-            page = await self._requests.request("list_objects_v2", action, Prefix=prefix, **after)
+            page = await self._requests.request("list_objects_v2", action, Prefix=prefix + below, **after)
             for listed in page.get("Contents", ()):
                 path = listed["Key"].removeprefix(prefix)
                 modified_s = listed["LastModified"].timestamp() if "LastModified" in listed else math.inf

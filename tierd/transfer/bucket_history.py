@@ -29,19 +29,19 @@ class BucketHistory:
     """The objects are listed once, by `names`."""
 
     def __init__(self, objects: ForeignObjects) -> None:
-        self.name = objects.url
+        self.name, self.links = objects.url, list[str]()
         self._objects = objects
         self._by_path: dict[str, ForeignObject] = {}
+        self._by_name: dict[str, list[ForeignObject]] = {}
 
     async def names(self) -> Mapping[str, bool]:
-        self._by_path = {each.path: each for each in await self._objects.list()}
+        self._by_path, self._by_name = {each.path: each for each in await self._objects.list()}, {}
+        for path, each in self._by_path.items():
+            self._by_name.setdefault(path.partition("/")[0], []).append(each)
         return {path.partition("/")[0]: "/" in path for path in self._by_path}
 
     async def tree(self, name: str) -> SourceTree | None:
-        return _tree(self._objects.url, name, self._under(name))
-
-    def _under(self, name: str) -> list[ForeignObject]:
-        return [each for path, each in self._by_path.items() if path == name or path.startswith(f"{name}/")]
+        return _tree(self._objects.url, name, self._by_name.get(name, []))
 
     async def listed(self, tree: SourceTree, preset: Preset, *, unchanged_s: float) -> Listed:
         loop = asyncio.get_running_loop()
@@ -101,9 +101,9 @@ class _ObjectsAdoption(Adoption):
         )
 
     async def check_unchanged(self) -> None:
-        listing = await self.objects.list()
         name = self.tree.name
-        now = {each for each in listing if each.path == name or each.path.startswith(f"{name}/")}
+        listing = await self.objects.list(name if self.tree.is_file else f"{name}/")
+        now = {each for each in listing if not self.tree.is_file or each.path == name}
         if now != set(self.by_path.values()):
             raise changed(self.tree.where, "an object was written or deleted")
 

@@ -63,4 +63,8 @@ def _version(status: os.stat_result) -> tuple[int, ...]:
 def created_at(files: Iterable[ForeignFile]) -> str:
     """When the newest of the files was written."""
     newest_s = max(file.modified_s for file in files)
-    return datetime.fromtimestamp(newest_s, UTC).isoformat(timespec="microseconds")
+    try:
+        written = datetime.fromtimestamp(newest_s, UTC)
+    except (OverflowError, ValueError):  # a time that no calendar has
+        written = datetime(1970, 1, 1, tzinfo=UTC)
+    return written.isoformat(timespec="microseconds")

@@ -9,17 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from tierd.errors import Unsupported
 from tierd.lifecycle.watched import Listed, Preset
 from tierd.tiers.pool import ThreadPool
 from tierd.transfer.adoption import Adoption, FolderAdoption
 from tierd.transfer.source_tree import SourceTree
-from tierd.transfer.watched_folder import listed, names, read_beside, scan_entry
+from tierd.transfer.watched_folder import NAMES_MAX, listed, names, read_beside, scan_entry
 
 
 class HistorySource(Protocol):
-    """`name`: for messages."""
+    """`name`: for messages. `links`: the names of entries that are links, which are not followed; as of `names`."""
 
     name: str
+    links: list[str]
 
     async def names(self) -> Mapping[str, bool]:
         """Whether each entry is a folder, by name."""
@@ -42,11 +44,18 @@ class FolderHistory:
     """`pool`: for the calls to its file system."""
 
     def __init__(self, folder: Path, pool: ThreadPool) -> None:
-        self.name = str(folder)
+        self.name, self.links = str(folder), list[str]()
         self._folder, self._pool = folder, pool
 
     async def names(self) -> Mapping[str, bool]:
-        return (await self._pool.query(names, self._folder)).folders
+        found = await self._pool.query(names, self._folder)
+        if found.is_cut:
+            raise Unsupported(
+                f"adopt {self.name}: it has more than {NAMES_MAX} entries",
+                hint="move a part of them into a folder of its own, and adopt one after the other, oldest first",
+            )
+        self.links = found.links
+        return found.folders
 
     async def tree(self, name: str) -> SourceTree | None:
         return await self._pool.query(scan_entry, self._folder / name)

@@ -10,7 +10,8 @@ import fnmatch
 import hashlib
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tierd.format.sidecar import (
     short,
     unsettled_bytes,
 )
+from tierd.tiers.new_file import Uses
 from tierd.tiers.pool import ThreadPool
 from tierd.tiers.tier import Tier
 from tierd.tiers.tree import closing_fd
@@ -42,13 +44,14 @@ class FileChanged(Exception):
 class FileState:
     """A file as it was read. `key`: of its stat; another one means that it has changed. `settled`: its size without
     what only closes its JSON document. `hashes`: by offset, SHA-256 of the bytes up to it, as hash objects that can be
-    continued."""
+    continued. `held`: where the caller holds it open; it may have another name by now, or none."""
 
     path: Path
     key: tuple[int, ...]
     size: int
     settled: int
     hashes: dict[int, Any] = field(default_factory=dict[int, Any])
+    held: HeldSidecar | None = None
 
     def digest(self, end: int) -> str:
         """Of the bytes up to `end`, in hexadecimal; empty if that is not known, or beyond the end."""
@@ -61,7 +64,7 @@ class FileState:
     def piece(self, begin: int, end: int) -> bytes:
         """The bytes from `begin` to `end`, both in `hashes`. Raises FileChanged if they are not the same any more."""
         try:
-            with closing_fd(_opened(self.path)) as fd:
+            with _opened(self.path, self.held) as fd:
                 content = bytearray()
                 while more := os.pread(fd, end - begin - len(content), begin + len(content)):
                     content += more
@@ -90,33 +93,60 @@ def state_key(about: os.stat_result) -> tuple[int, ...]:
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
-def read_state(path: Path, offsets: Iterable[int]) -> FileState:
-    """Reads the file once. `hashes` has those of `offsets` that are not beyond its end, and of 0 and its sizes. Raises
-    NotFound, BadRequest when it is no regular file or cannot be read, and FileChanged when it was written meanwhile."""
-    with closing_fd(_opened(path)) as fd:
-        about = os.fstat(fd)
+def read_state(path: Path, offsets: Iterable[int], held: HeldSidecar | None = None) -> FileState:
+    """Reads the file once. `held`: where the caller holds it open. `hashes` has those of `offsets` that are not beyond
+    its end, and of 0 and its sizes. Raises NotFound, BadRequest when it is no regular file or cannot be read, and
+    FileChanged when it was written meanwhile."""
+    with _opened(path, held) as opened:
+        about = os.fstat(opened)
         size = about.st_size
-        tail = os.pread(fd, TAIL_BYTES, max(0, size - TAIL_BYTES))
+        tail = os.pread(opened, TAIL_BYTES, max(0, size - TAIL_BYTES))
         settled = size - unsettled_bytes(tail)
         hashes: dict[int, Any] = {}
         digest, at = hashlib.sha256(), 0
         for end in sorted({0, *(offset for offset in offsets if offset <= size), settled, size}):
             while at < end:
-                piece = os.pread(fd, min(_PIECE_BYTES, end - at), at)
+                piece = os.pread(opened, min(_PIECE_BYTES, end - at), at)
                 if not piece:
                     raise FileChanged(path)
                 digest.update(piece)
                 at += len(piece)
             hashes[end] = digest.copy()
-        return FileState(path, state_key(about), size, settled, hashes)
+        return FileState(path, state_key(about), size, settled, hashes, held)
 
 
 def check_readable(path: Path) -> None:
     """Raises NotFound, and BadRequest when it is no regular file or cannot be read. Blocks."""
-    os.close(_opened(path))
+    os.close(_descriptor(path))
 
 
-def _opened(path: Path) -> int:
+class HeldSidecar:
+    """A file that stays open, also when it is renamed or deleted. `close` may be called while other threads read."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises as `check_readable`. Blocks."""
+        self._fd = _descriptor(path)
+        self._uses = Uses(self._release)
+
+    @contextmanager
+    def opened(self, path: Path) -> Generator[int]:
+        """Raises FileChanged after `close`."""
+        with self._uses:
+            if self._fd < 0:
+                raise FileChanged(path)
+            yield self._fd
+
+    def close(self) -> None:
+        with self._uses:
+            self._uses.is_over = True
+
+    def _release(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _descriptor(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
@@ -127,6 +157,10 @@ def _opened(path: Path) -> int:
         os.close(fd)
         raise BadRequest(f"read {path}: it is no regular file", hint="[sidecars] names files")
     return fd
+
+
+def _opened(path: Path, held: HeldSidecar | None) -> AbstractContextManager[int]:
+    return closing_fd(_descriptor(path)) if held is None else held.opened(path)
 
 
 def new_spans(chained: Sequence[Segment], covered: int, settled: int) -> list[tuple[int, int]]:
@@ -189,7 +223,7 @@ class SidecarCopy:
             spans.append((state.settled, state.size, True))
         if missing := {at for begin, end, _ in spans for at in (begin, end)} - state.hashes.keys():
             try:
-                again = await self._pool.query(read_state, state.path, [*state.hashes, *missing])
+                again = await self._pool.query(read_state, state.path, [*state.hashes, *missing], state.held)
             except (NotFound, BadRequest) as error:
                 raise FileChanged(state.path) from error
             if any(again.digest(at) != state.digest(at) for at in state.hashes):

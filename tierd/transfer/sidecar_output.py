@@ -8,7 +8,7 @@ import errno
 import hashlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from tierd.access import Access
@@ -29,19 +29,29 @@ async def write_sidecar(tier: Tier, path: Sequence[Segment], target: Path, acces
         output = await asyncio.to_thread(_Output, target, access)
         try:
             digest = hashlib.sha256()
-            for segment in path:
-                raw = await tier.store.get_bytes(segment.key, size_max=_OBJECT_BYTES_MAX)
-                content, after = decode_segment(segment, raw, keyring=tier.keyring, where=tier.name)
+            async for _, _, content in verified_segments(tier, path):
                 digest.update(content)
-                if digest.hexdigest() != after:
-                    message = f"read {segment.key} in {tier.name}: its bytes have another digest than its header says"
-                    raise Corrupt(message, hint="another tier may have it whole: `tierd sidecars --tier TIER`")
                 await asyncio.to_thread(output.write, content)
             return await asyncio.to_thread(output.publish, digest.hexdigest())
         finally:
             await asyncio.to_thread(output.close)
     except OSError as error:
         raise _translated(error, target) from error
+
+
+async def verified_segments(tier: Tier, path: Sequence[Segment]) -> AsyncGenerator[tuple[Segment, bytes, bytes]]:
+    """Each of these segments, which have no holes, with its object and the bytes of the file in that.
+
+    Raises NotFound when one was replaced meanwhile, Corrupt, Foreign and TierUnreachable."""
+    digest = hashlib.sha256()
+    for segment in path:
+        raw = await tier.store.get_bytes(segment.key, size_max=_OBJECT_BYTES_MAX)
+        content, after = decode_segment(segment, raw, keyring=tier.keyring, where=tier.name)
+        digest.update(content)
+        if digest.hexdigest() != after:
+            message = f"read {segment.key} in {tier.name}: its bytes have another digest than its header says"
+            raise Corrupt(message, hint="another tier may have it whole: `tierd sidecars --tier TIER`")
+        yield segment, raw, content
 
 
 class _Output:

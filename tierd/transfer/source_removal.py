@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from tierd.errors import Transient
@@ -28,7 +29,28 @@ def remove_source(tree: SourceTree) -> None:
             os.rename(path.name, PREFIX + path.name, src_dir_fd=folder, dst_dir_fd=folder)
     except OSError as error:
         raise Transient(f"remove {path}: {error.strerror}", hint="may the daemon's user write there?") from error
-    _delete(path.with_name(PREFIX + path.name))
+    moved = path.with_name(PREFIX + path.name)
+    if not _is_same(tree, scan(moved)):  # written between the look and the rename
+        _put_back(moved, path)
+        raise changed(path, "something in it was written")
+    _delete(moved)
+
+
+def _is_same(tree: SourceTree, moved: SourceTree) -> bool:
+    """Whether it is what was adopted, under another name."""
+    entries = [replace(entry, path="") for entry in moved.entries] if moved.is_file else [*moved.entries]
+    before = [replace(entry, path="") for entry in tree.entries] if tree.is_file else [*tree.entries]
+    return (moved.mode, entries) == (tree.mode, before)
+
+
+def _put_back(moved: Path, path: Path) -> None:
+    """Unless the program has made another one meanwhile."""
+    with suppress(OSError):
+        if moved.is_file():
+            os.link(moved, path)
+            os.unlink(moved)
+        elif not path.exists():
+            os.rename(moved, path)
 
 
 def remove_leftovers(folder: Path) -> None:

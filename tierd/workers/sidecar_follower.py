@@ -7,9 +7,10 @@ replace a file by deleting it and writing it anew, so a change of the past count
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -18,12 +19,21 @@ from tierd.backoff import backoff_s
 from tierd.context import DaemonContext
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError
 from tierd.format.ids import Run, check_run
-from tierd.format.sidecar import Segment, chain, is_file_name, parse_segment, segment_prefix
+from tierd.format.sidecar import Segment, chain, is_file_name, parse_segment, segment_prefix, short
 from tierd.format.text import printable
 from tierd.status.folder_reports import SidecarReport
 from tierd.tiers.pool import ThreadPool
 from tierd.tiers.tier import Tier
-from tierd.transfer.sidecar_copy import FileChanged, FileState, SidecarCopy, followed_files, read_state, state_key
+from tierd.transfer.sidecar_copy import (
+    FileChanged,
+    FileState,
+    HeldSidecar,
+    SidecarCopy,
+    followed_files,
+    read_state,
+    state_key,
+)
+from tierd.transfer.sidecar_output import verified_segments
 
 T = TypeVar("T")
 
@@ -33,6 +43,7 @@ POLL_S = 2.0
 COPY_S = 5.0  # between two copies of one file
 REWRITTEN_S = 3.0  # for so long, the past of a file must have been different
 CHECK_S = 600.0  # how often a file that has not changed is compared with the tiers
+HELD_S = 60.0  # for so long, a file that has not changed stays open
 COST_SHARE = 20  # reading a file takes at most one part in this many of the time
 FILES_MAX = 100
 
@@ -43,7 +54,8 @@ class _Followed:
     tiers whose content was compared with the file since the start. `stored_bytes`, `stored_digest`: how much of this
     version is known to be in a tier, and its digest. `differs_since_s`: since when the file does not begin with that.
     `changed_s`: since when it has something that a tier may lack. `read_s`: how long reading it took. `not_before_s`:
-    when it is read next at the earliest."""
+    when it is read next at the earliest. `held`: the file that began with what is stored, when it was last read: it has
+    the rest of this version if the program renames or deletes it."""
 
     key: tuple[int, ...] = ()
     version: int = 0
@@ -56,6 +68,12 @@ class _Followed:
     not_before_s: float = 0.0
     checked_s: float = 0.0
     size_bytes: int = 0
+    held: HeldSidecar | None = None
+
+    def hold(self, held: HeldSidecar | None) -> None:
+        if self.held is not None:
+            self.held.close()
+        self.held = held
 
 
 class SidecarFollower:
@@ -75,6 +93,8 @@ class SidecarFollower:
         self._recorded: dict[str, str] = {}
         self._failures: dict[str, tuple[int, float]] = {}  # by tier: how often in a row, and not before
         self._rewritten: dict[str, int] = {}  # by file, since the start
+        self._compared: frozenset[str] = frozenset()  # the tiers that were last compared with each other
+        self._compared_s = -CHECK_S  # and when
         context.metrics.sidecar_lag_seconds.labels(self._run)
         context.metrics.sidecar_rewritten_total.labels(self._run)
 
@@ -89,13 +109,20 @@ class SidecarFollower:
             self._problems[""] = error
         else:
             due = [name for name, key in found.items() if self._is_due(name, key, now_s)]
-            if due:
-                await self._copy(due)
+            gone = [name for name in self._files if name not in found]
+            for name in gone:
+                self._files[name].changed_s = None
+            gone = [name for name in gone if self._files[name].held is not None]
+            self._let_go(found, now_s)
+            if due or gone or now_s - self._compared_s >= CHECK_S:
+                await self._copy(due, gone)
         self._record()
         self._set_lag()
         return True
 
     async def close(self) -> None:
+        for followed in self._files.values():
+            followed.hold(None)
         self._pool.close()
 
     def report(self) -> SidecarReport:
@@ -140,10 +167,24 @@ class SidecarFollower:
         is_other = key != followed.key or now_s - followed.checked_s >= CHECK_S
         return is_other and now_s >= followed.not_before_s
 
-    async def _copy(self, names: list[str]) -> None:
+    def _let_go(self, found: Mapping[str, tuple[int, ...]], now_s: float) -> None:
+        """Close the files that do not change, so that their disk can be unmounted."""
+        for name, key in found.items():
+            followed = self._files[name]
+            if key == followed.key and now_s - followed.checked_s >= HELD_S:
+                followed.hold(None)
+
+    async def _copy(self, names: list[str], gone: list[str]) -> None:
+        """`gone`: those that were deleted or renamed since they were read."""
         stored = await self._list()
         if not stored:
             return
+        for name in gone:
+            try:
+                await self._copy_rest(name, self._files[name], stored)
+            except TierdError as error:  # its disk may be gone too
+                self._problems[name] = error
+                self._files[name].hold(None)
         for name in names:
             followed = self._files[name]
             try:
@@ -156,6 +197,10 @@ class SidecarFollower:
                 self._problems[name] = error
             pause_s = POLL_S if followed.differs_since_s is not None else max(COPY_S, COST_SHARE * followed.read_s)
             followed.not_before_s = self._context.monotonic_s() + pause_s
+        now_s = self._context.monotonic_s()
+        if stored.keys() != self._compared or now_s - self._compared_s >= CHECK_S:
+            self._compared, self._compared_s = frozenset(stored), now_s
+            await self._complete(stored)
 
     async def _list(self) -> dict[str, list[Segment]]:
         """The segments of the run in each tier that answers."""
@@ -199,28 +244,34 @@ class SidecarFollower:
         version = followed.version
         beginnings = {_reached(segments, version) for segments in not_compared.values()}
         beginnings.add((followed.stored_bytes, followed.stored_digest))
-        of_version = {tier: [each for each in found if each.version == version] for tier, found in of_file.items()}
+        of_version = _of_version(stored, name, version)
         offsets = {
             *(end for end, _ in beginnings),
             *(at for segments in of_version.values() for at in SidecarCopy.offsets(segments)),
         }
         began_s = self._context.monotonic_s()
-        state = await self._pool.query(read_state, self._path / name, offsets)
-        followed.read_s = self._context.monotonic_s() - began_s
-        differing = [end for end, digest in beginnings if end and not state.begins_with(end, digest)]
-        if differing:
-            if not self._is_rewritten(name, followed, state, max(differing)):
-                return
-            followed.version = max(newest, version) + 1
-            followed.stored_bytes, followed.stored_digest = 0, ""
-            of_version = {tier: [] for tier in of_version}
+        held = await self._pool.query(HeldSidecar, self._path / name, discard=HeldSidecar.close)
+        try:
+            state = await self._pool.query(read_state, self._path / name, offsets, held)
+            followed.read_s = self._context.monotonic_s() - began_s
+            differing = [end for end, digest in beginnings if end and not state.begins_with(end, digest)]
+            if differing:
+                if not self._differs_for_long(followed) or not await self._copy_rest(name, followed, stored):
+                    return held.close()
+                self._report_rewritten(name, followed, state, max(differing))
+                followed.version = max(newest, version) + 1
+                followed.stored_bytes, followed.stored_digest = 0, ""
+                of_version = {tier: [] for tier in of_version}
+        except BaseException:
+            held.close()
+            raise
+        followed.hold(held)
         followed.differs_since_s = None
         followed.compared |= of_file.keys()
         followed.size_bytes = state.size
         copied: set[str] = set()
         for tier, segments in of_version.items():
-            copy = SidecarCopy(self._pool, self._context.tiers[tier], self._run, name, followed.version, segments)
-            if await self._try(tier, lambda copy=copy: copy.run(state)) is not None:
+            if await self._copy_to(tier, segments, followed, state):
                 copied.add(tier)
         if copied:
             followed.stored_bytes, followed.stored_digest = state.settled, state.digest(state.settled)
@@ -228,14 +279,72 @@ class SidecarFollower:
             followed.key, followed.changed_s = state.key, None
             followed.checked_s = self._context.monotonic_s()
 
-    def _is_rewritten(self, name: str, followed: _Followed, state: FileState, stored_bytes: int) -> bool:
-        """Whether the file has not begun with its stored content for long enough; then this raises the alarm.
-        `stored_bytes`: how much of its former content is known to be in a tier."""
+    async def _copy_rest(self, name: str, followed: _Followed, stored: dict[str, list[Segment]]) -> bool:
+        """Copy what the file had beyond its stored content when the program renamed or deleted it. False if no tier has
+        taken it."""
+        if followed.held is None:
+            return True
+        of_version = _of_version(stored, name, followed.version)
+        reached = {tier: _reached(segments, followed.version) for tier, segments in of_version.items()}
+        offsets = {at for segments in of_version.values() for at in SidecarCopy.offsets(segments)}
+        offsets.add(followed.stored_bytes)
+        try:
+            state = await self._pool.query(read_state, self._path / name, offsets, followed.held)
+            if not followed.stored_bytes or state.begins_with(followed.stored_bytes, followed.stored_digest):
+                of_version = {
+                    tier: segments
+                    for tier, segments in of_version.items()
+                    if not reached[tier][0] or state.begins_with(*reached[tier])
+                }
+                copied = [await self._copy_to(tier, segments, followed, state) for tier, segments in of_version.items()]
+                if copied and not any(copied):
+                    return False
+        except FileChanged:
+            return False
+        followed.hold(None)
+        return True
+
+    async def _copy_to(self, tier: str, segments: list[Segment], followed: _Followed, state: FileState) -> bool:
+        name = state.path.name
+        copy = SidecarCopy(self._pool, self._context.tiers[tier], self._run, name, followed.version, segments)
+        return await self._try(tier, lambda: copy.run(state)) is not None
+
+    async def _complete(self, stored: dict[str, list[Segment]]) -> None:
+        """Copy what one tier has of former versions, and of files that are gone, to the cold tiers that lack it because
+        they did not answer when it was written."""
+        followed = {(name, each.version) for name, each in self._files.items()}
+        unread = {name for name, each in self._files.items() if not each.version}
+        versions = {(each.file, each.version) for segments in stored.values() for each in segments}
+        for file, version in sorted(each for each in versions - followed if each[0] not in unread):
+            paths = {tier: chain(segments) for tier, segments in _of_version(stored, file, version).items()}
+            ends = {tier: path[-1].end if path else 0 for tier, path in paths.items()}
+            best = max(ends, key=ends.__getitem__)
+            for tier in (tier for tier, end in ends.items() if tier in self._context.cold and end < ends[best]):
+                try:
+                    await self._copy_segments(best, tier, paths[best], paths[tier])
+                except TierdError as error:
+                    self._problems[f"{file} version {version} in {tier}"] = error
+
+    async def _copy_segments(self, source: str, target: str, path: list[Segment], there: list[Segment]) -> None:
+        """Unless the target has another past. `path`: in the source. `there`: what the target has."""
+        if there:
+            digest, end = hashlib.sha256(), there[-1].end
+            async for segment, _, content in verified_segments(self._context.tiers[source], path):
+                digest.update(content[: max(end - segment.begin, 0)])
+            if short(digest.hexdigest()) != there[-1].after:
+                return
+        async for segment, raw, _ in verified_segments(self._context.tiers[source], path):
+            await self._context.tiers[target].store.put_bytes(segment.key, raw, if_absent=True)
+
+    def _differs_for_long(self, followed: _Followed) -> bool:
+        """Whether the file has not begun with its stored content for long enough."""
         now_s = self._context.monotonic_s()
         if followed.differs_since_s is None:
             followed.differs_since_s = now_s
-        if now_s - followed.differs_since_s < REWRITTEN_S:
-            return False
+        return now_s - followed.differs_since_s >= REWRITTEN_S
+
+    def _report_rewritten(self, name: str, followed: _Followed, state: FileState, stored_bytes: int) -> None:
+        """Raise the alarm. `stored_bytes`: how much of its former content was known to be in a tier."""
         if state.size < stored_bytes:
             what = f"it has {state.size} bytes, and had {stored_bytes}"
         else:
@@ -248,7 +357,6 @@ class SidecarFollower:
         self._rewritten[name] = self._rewritten.get(name, 0) + 1
         self._context.metrics.sidecar_rewritten_total.labels(self._run).inc()
         self._context.incidents.record(self.name, error)
-        return True
 
     # ── metrics and status ──
 
@@ -263,6 +371,14 @@ class SidecarFollower:
         now_s = self._context.monotonic_s()
         behind = [now_s - each.changed_s for each in self._files.values() if each.changed_s is not None]
         self._context.metrics.sidecar_lag_seconds.labels(self._run).set(round(max(behind, default=0.0), 3))
+
+
+def _of_version(stored: dict[str, list[Segment]], file: str, version: int) -> dict[str, list[Segment]]:
+    """By tier."""
+    return {
+        tier: [each for each in segments if (each.file, each.version) == (file, version)]
+        for tier, segments in stored.items()
+    }
 
 
 def _reached(segments: list[Segment], version: int) -> tuple[int, str]:

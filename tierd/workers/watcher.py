@@ -34,6 +34,7 @@ from tierd.transfer.watched_folder import Names, listed, names, read_beside, sca
 from tierd.workers.adopter import Adopter
 from tierd.workers.folder_events import EventSource
 from tierd.workers.hot_space import MakeRoom
+from tierd.workers.scan_order import ScanOrder
 from tierd.workers.stored_checkpoints import StoredCheckpoints
 from tierd.workers.watch_claim import WatchClaim
 from tierd.workers.watch_findings import WatchFindings, lines, shown
@@ -41,17 +42,16 @@ from tierd.workers.watch_findings import WatchFindings, lines, shown
 log = logging.getLogger("tierd")
 
 SLOW_INTERVAL_S = 60.0  # between passes with inotify, for changes that it has not reported
-RECHECKED = 8  # the newest adopted checkpoints, which are scanned again because they may be written in place
-SCANNED_MAX = 1000  # the newest checkpoints that are not adopted
+WRITTEN_SLACK_S = 1.0  # between the clock of this machine and the times of files that were just written
 
 
 @dataclass(slots=True)
 class _Seen:
     """An entry of the folder as of the last pass. `key`: a number that changes when anything in the entry changes.
     `since_s`: when the entry was first seen with this key. `is_late`: newer checkpoints had been adopted before it was
-    seen. `listed`: its files, read once it was unchanged for long enough. `is_done`: it was adopted or left alone;
-    `note` says why it was left alone. `was_named`: the preset's file beside the checkpoints has named it. `tries`,
-    `not_before_s`: how often its adoption failed, and when it is tried again."""
+    seen. `listed`: its files, read once it was unchanged for long enough. `is_done`: it was adopted or left alone, as
+    of `step`; `note` says why it was left alone. `was_named`: the preset's file beside the checkpoints has named it.
+    `tries`, `not_before_s`: how often its adoption failed, and when it is tried again."""
 
     key: int
     since_s: float
@@ -60,6 +60,7 @@ class _Seen:
     listed: Listed | None = None
     is_done: bool = False
     is_adopted: bool = False
+    step: int = 0
     was_named: bool = False
     note: str = ""
     tries: int = 0
@@ -92,6 +93,8 @@ class Watcher:
         self._stored = StoredCheckpoints(context, self.run, watch.path)
         self._holder = ""
         self._adopted, self._newest = 0, -1
+        self._order = ScanOrder()
+        self._listed_s: float | None = None  # when the folder was listed in the last pass
         self._has_cleared = False
         context.metrics.begin_watch(self.run)
 
@@ -189,24 +192,25 @@ class Watcher:
         )
         verdicts.waiting.update(unready)
         verdicts.quiet.update(name for name in unready if self._seen[name].tree is not None)
-        self._verdicts = verdicts
+        self._verdicts, self._listed_s = verdicts, now_s
         for name in verdicts.complete:
             self._complete_s.setdefault(name, now_s)
         for name in [name for name in self._complete_s if name not in verdicts.complete]:
             del self._complete_s[name]  # it is being written again
 
-    def _to_scan(self, steps: list[str]) -> list[str]:
-        """The names of checkpoints that may be new, and of the newest adopted ones."""
-        newest_first = sorted(steps, key=self._preset.step_of, reverse=True)
-        done = [name for name in newest_first if name in self._seen and self._seen[name].is_done]
-        settled = set(done[RECHECKED:])
-        unsettled = [name for name in newest_first if name not in settled]
-        if len(unsettled) > SCANNED_MAX:
-            left = len(unsettled) - SCANNED_MAX
+    def _to_scan(self, names: list[str]) -> list[str]:
+        """The names of checkpoints that may be new, and of adopted ones that may have been saved again."""
+        chosen = self._order.choose(
+            {name: self._preset.step_of(name) for name in names},
+            done=[name for name in names if name in self._seen and self._seen[name].is_done],
+            stuck=self._verdicts.waiting.keys() - self._verdicts.quiet,
+            newest=max((entry.id.step for entry in self._stored.entries()), default=-1),
+        )
+        if left := self._order.left:
             self._findings.notes.append(
-                f"not scanned yet: the {left} with the lowest steps, of {len(steps)} checkpoints"
+                f"not scanned yet: the {left} with the highest steps, of {len(names)} checkpoints"
             )
-        return unsettled[:SCANNED_MAX]
+        return chosen
 
     async def _scan_entry(self, name: str, now_s: float) -> Listed | str:
         """Its files, or why it cannot be judged yet; "" if nothing is left to do. Raises what `scan_entry` raises."""
@@ -216,7 +220,7 @@ class Watcher:
         key, seen = tree_key(tree), self._seen.get(name)
         if seen is None or seen.key != key:
             was_adopted = seen is not None and seen.is_adopted
-            is_late = created_at(tree) < self._stored.newest_created_at()
+            is_late = created_at(tree) < self._stored.newest_created_at() and not self._was_just_written(tree, now_s)
             seen = self._seen[name] = _Seen(key, now_s, tree, is_late, is_adopted=was_adopted)
         if seen.is_done:
             return ""
@@ -227,6 +231,11 @@ class Watcher:
         if seen.listed is None:
             seen.listed = await self._pool.query(lambda: listed(tree, self._preset, unchanged_s=self._watch.quiet_s))
         return seen.listed
+
+    def _was_just_written(self, tree: SourceTree, now_s: float) -> bool:
+        """Whether it was written since the last pass. Then the clock was set back if older ones have later times."""
+        age_s = self._context.now().timestamp() - tree.modified_ns / 1e9
+        return self._listed_s is not None and 0 <= age_s <= now_s - self._listed_s + WRITTEN_SLACK_S
 
     def _gone(self, name: str) -> None:
         """Forget an entry that the framework has deleted or renamed."""
@@ -284,7 +293,7 @@ class Watcher:
 
     async def _adopt_or_skip(self, name: str, step: int, seen: _Seen) -> None:
         assert seen.tree is not None
-        tree, least = seen.tree, 1
+        tree, least, seen.step = seen.tree, 1, step
         entries = self._stored.entries()
         former = next((entry for entry in entries if entry.id.step == step), None)
         if former is not None:
@@ -298,10 +307,11 @@ class Watcher:
                     f"adopt {tree.path}: something in it was written after it was adopted as {former.id}",
                     hint=f"that one is kept; `tierd adopt --generation {former.id.generation + 1}` adopts this too",
                 )
-            log.warning("watch %s: %s was saved again, so a new generation begins", self._path, name)
             least = former.id.generation + 1
-        elif seen.is_late:
+        if seen.is_late:
             return self._done(name, seen, note=f"{name} is not adopted: newer ones were adopted before")
+        if former is not None:
+            log.warning("watch %s: %s was saved again, so a new generation begins", self._path, name)
         known = [entry.id for entry in entries]
         standing = await self.claim.standing(least=least)
         self._holder = standing.holder
@@ -326,11 +336,9 @@ class Watcher:
         """Delete the adopted checkpoints from the folder, except the newest, once every tier that keeps them has them.
         Those that no tier keeps any more are deleted too. Those whose replica was lost or is foreign stay, and all of
         them while a replica cannot be read."""
-        context = self._context
-        adopted = sorted(
-            (name for name, seen in self._seen.items() if seen.is_adopted and seen.is_done), key=self._preset.step_of
-        )
-        catalog, config = context.catalog, context.config
+        context, catalog, config = self._context, self._context.catalog, self._context.config
+        step_of = {name: seen.step for name, seen in self._seen.items() if seen.is_adopted and seen.is_done}
+        adopted = sorted(step_of, key=step_of.__getitem__)
         is_halted = catalog.unlisted() or self.run in {checkpoint.run for _, checkpoint in catalog.unreadable()}
         if not adopted or self._holder or is_halted:
             return
@@ -338,11 +346,11 @@ class Watcher:
         gone = [each for tier in context.tiers for each in lost(catalog, config, tier)]
         gone += [each for _, key in catalog.foreign() if (each := parse_key(key)) is not None]
         steps |= {each.step for each in gone if each.run == self.run}
-        is_newest_held = any(entry.id.step == self._preset.step_of(adopted[-1]) for entry in self._stored.entries())
+        is_newest_held = any(entry.id.step == step_of[adopted[-1]] for entry in self._stored.entries())
         trees = {name: tree for name in adopted if (tree := self._seen[name].tree) is not None}
         kept = {adopted[-1], max(trees, key=lambda name: trees[name].modified_ns, default="")}
         for name, tree in trees.items():
-            if not is_newest_held or self._preset.step_of(name) in steps or name in kept:
+            if not is_newest_held or step_of[name] in steps or name in kept:
                 continue
             try:
                 await self._pool.run(remove_source, tree)
@@ -357,8 +365,7 @@ class Watcher:
     # ── metrics and status ──
 
     def _set_lag(self) -> None:
-        now_s = self._context.monotonic_s()
-        lag_s = max((now_s - since_s for since_s in self._complete_s.values()), default=0.0)
+        lag_s = max((self._context.monotonic_s() - since_s for since_s in self._complete_s.values()), default=0.0)
         self._context.metrics.watch_lag_seconds.labels(self.run).set(0.0 if self._holder else round(lag_s, 3))
 
     def _next_s(self) -> float:
@@ -366,8 +373,8 @@ class Watcher:
         now_s, usual_s = self._context.monotonic_s(), self._poll_s
         if self._was_there and not self._events.why_not:
             usual_s = max(usual_s, SLOW_INTERVAL_S)
-        if self._complete_s or self._events.is_in_doubt:
-            usual_s = min(usual_s, self._poll_s)
+        if self._complete_s or self._events.is_in_doubt or self._order.left:
+            usual_s = self._poll_s
         if self._verdicts.quiet or self._changing:
             usual_s = min(usual_s, self._watch.quiet_s)
         retries_s = [self._seen[name].not_before_s - now_s for name in self._complete_s if self._seen[name].tries]
@@ -375,7 +382,6 @@ class Watcher:
 
     def report(self) -> WatchReport:
         """For the status."""
-        waiting_lines = [f"{name}: {why}" for name, why in sorted(self._verdicts.waiting.items())]
         left_alone = [seen.note for seen in self._seen.values() if seen.note]
         return WatchReport(
             path=printable(self._watch.path),
@@ -387,7 +393,7 @@ class Watcher:
             adopted=self._adopted,
             pending=len(self._complete_s),
             newest_step=self._newest if self._newest >= 0 else None,
-            waiting=lines(waiting_lines),
+            waiting=lines([f"{name}: {why}" for name, why in sorted(self._verdicts.waiting.items())]),
             notes=lines([*self._findings.note_lines(), *left_alone]),
             problems=self._findings.problem_lines(),
         )
