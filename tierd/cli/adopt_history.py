@@ -24,7 +24,7 @@ from tierd.format.audit import Action
 from tierd.format.ids import Run
 from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
-from tierd.lifecycle.watched import PRESETS, Listed, Preset, Verdicts, is_name, judge, misfit, preset_of
+from tierd.lifecycle.watched import PRESETS, Listed, Preset, Verdicts, is_name, judge, misfit, nothing_fits, preset_of
 from tierd.transfer.adoption import adopted_id
 from tierd.transfer.atomic_output import clear_abandoned
 from tierd.transfer.history_source import HistorySource
@@ -54,7 +54,7 @@ def history_preset(name: str, pattern: str, marker: str, *, is_settled: bool) ->
     """A preset by its name, or as a pattern says. Raises BadConfig for what is none. Without a marker, a folder is
     complete only if no program writes there."""
     if name and name not in PRESETS:
-        raise BadConfig(f"--preset {name!r} is none", hint=f"one of {', '.join(sorted(PRESETS))}")
+        raise BadConfig(f"there is no preset {name!r}", hint=f"one of {', '.join(sorted(PRESETS))}")
     renamed = is_settled and pattern.endswith("/") and not marker
     watch = WatchConfig(preset=name, pattern=pattern, marker=marker, renamed=renamed)  # pyright: ignore[reportArgumentType]
     for key, value, expected in watch_mistakes(watch):
@@ -109,8 +109,8 @@ async def _judge(
     found = await source.names()
     fitting = [name for name, is_folder in found.items() if is_name(name, preset, is_folder=is_folder)]
     if not fitting:
-        raise misfit(source.name, found, preset) or NotFound(
-            f"adopt {source.name}: no name there fits the preset {preset.name}, as {preset.example} would",
+        raise misfit(f"adopt {source.name}", found, preset, hint="--preset {}") or NotFound(
+            f"adopt {source.name}: {nothing_fits(preset)}",
             hint="--step N adopts a single folder or file",
         )
     trees: dict[str, SourceTree] = {}

@@ -49,7 +49,7 @@ class AdoptedOutput:
     def _widen(self, path: str, mode: int) -> None:
         folder = self._built / path
         os.chmod(folder, mode | _WRITABLE)
-        # Times of folders are not stored. As of now, a watch would take files in it for deleted or moved since the save.
+        # Their times are not stored. A watch takes a folder that is newer than its files for one that has lost some.
         os.utime(folder, ns=(self._newest_ns, self._newest_ns))
         fsync_path(folder)
         if mode | _WRITABLE != mode:
