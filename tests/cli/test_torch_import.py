@@ -205,7 +205,7 @@ def test_a_key_that_is_no_model_is_refused(house: House) -> None:
     path = saved(house.root / "step.pt", {"model": {"weight": torch.ones(3)}, "epoch": 1})
     assert_refused(house, path, 10, "it has no key 'net'", "--model", "net")
     assert_refused(house, path, 2, "its entry 'epoch' is no state dict of a model", "--model", "epoch")
-    assert_refused(house, path, 2, "--like is for a flat file", "--model", "model", "--like", "run/5")
+    assert_refused(house, path, 10, "there is none", "--model", "model", "--like", "run/5")
     result = house.tierd("import", path, "--run", "new")
     assert (result.exit_code, "does not say its step" in result.stderr) == (2, True), result.output
 
