@@ -100,7 +100,7 @@ def capture(value: Any, model: str | None, like: Like | None = None) -> tuple[di
         tree["model"] = _model(entries[model], f"its entry {model!r}", into)
         others = {key: item for key, item in entries.items() if key != model}
         if like is not None:
-            tree["optimizer"] = _optimizer(others.pop(optimizer_key(others)), like, into)
+            tree["optimizer"] = _optimizer(pop_optimizer(others), like, into)
             for key in [key for key in others if key in SECTIONS and key in like.sections]:
                 tree[key] = _like_section(key, others.pop(key), like.sections[key], into)
         named = {f"extra.{key}": item for key, item in others.items()}
@@ -114,19 +114,27 @@ def capture(value: Any, model: str | None, like: Like | None = None) -> tuple[di
     return tree, into.tensors
 
 
-def optimizer_key(entries: Mapping[str, Any]) -> str:
-    """The key of the state dict of the optimizer. Raises Unsupported unless there is one."""
-    keys = [key for key, item in entries.items() if isinstance(item, Mapping) and {"state", "param_groups"} <= {*item}]
+def pop_optimizer(entries: dict[str, Any]) -> Any:
+    """The state dict of the optimizer, which Lightning puts into a list, and which is removed. Raises Unsupported unless
+    there is one."""
+    found = {
+        (key, index): each
+        for key, item in entries.items()
+        for index, each in enumerate(cast("list[Any]", item) if isinstance(item, list) else [item])
+        if isinstance(each, Mapping) and {"state", "param_groups"} <= {*cast("Mapping[Any, Any]", each)}
+    }
+    keys = [key for key, _ in found]
     if not keys:
         raise Unsupported(
             "no entry of it is the state dict of an optimizer", hint="leave --like out: it names an optimizer's state"
         )
     if len(keys) > 1:
         raise Unsupported(
-            f"{len(keys)} entries of it are state dicts of optimizers: {', '.join(keys)}",
+            f"it has the state dicts of {len(keys)} optimizers: {', '.join(keys)}",
             hint="--like is for one optimizer; load the file in the training, and take a snapshot",
         )
-    return keys[0]
+    del entries[keys[0]]
+    return next(iter(found.values()))
 
 
 class _Group(msgspec.Struct):

@@ -159,6 +159,7 @@ def test_a_state_dict_is_a_model_whatever_strides_and_dtypes_it_has(house: House
 def test_importing_again_does_nothing_and_other_bytes_under_the_step_are_refused(house: House) -> None:
     path = saved(house.root / "step.pt", {"weight": torch.ones(3), "epoch": 1})
     more = ("--run", "new", "--step", "3")
+    assert "DictState restores it; --model KEY" in house.tierd("import", path, *more, "--dry-run").stderr
     assert house.json("import", path, *more, "--dry-run")["is_dry_run"]
     assert not (house.hot / "new").exists()
     assert house.json("import", path, *more)["is_new"]

@@ -18,7 +18,7 @@ import typer
 from tierd.catalog.identity import Identities
 from tierd.catalog.listing import refresh_run
 from tierd.cli import daemon_http, options
-from tierd.cli.console import duration, now, print_report, progress_bar, size
+from tierd.cli.console import duration, now, print_note, print_report, progress_bar, size
 from tierd.cli.diff import parse_checkpoint
 from tierd.cli.flat_import import open_flat
 from tierd.cli.foreign_format import Format, format_of
@@ -42,6 +42,8 @@ from tierd.tiers.tier import Tier
 from tierd.transfer.atomic_output import atomic_output
 from tierd.transfer.imported import ImportedState, imported_id
 from tierd.transfer.verify import verify_files
+
+MODULE = "module"  # the kind of a model's section in a state tree
 
 
 class Imported(msgspec.Struct, kw_only=True):
@@ -105,8 +107,11 @@ async def import_(
         code = tiers.check_reachable()
         async with _open(path.absolute(), name, like, step, model, tiers, config) as state:
             report = await import_state(state, path.absolute(), name, generation, tiers, config, is_dry_run=dry_run)
+            is_dict = "model" not in state.trees[0] or state.trees[0]["model"]["kind"] != MODULE
     report.seconds = round(time.monotonic() - began_s, 6)
     print_report(report, as_json=json, text=sentence(report))
+    if is_dict:
+        print_note("tierd: DictState restores it; --model KEY makes the entry KEY the model of a TrainingState")
     return code
 
 
