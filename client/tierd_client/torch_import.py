@@ -115,7 +115,7 @@ def capture(value: Any, model: str | None, like: Like | None = None) -> tuple[di
 
 
 def pop_optimizer(entries: dict[str, Any]) -> Any:
-    """The state dict of the optimizer, which Lightning puts into a list, and which is removed. Raises Unsupported unless
+    """The state dict of the optimizer, which is removed. Lightning puts it into a list. Raises Unsupported unless
     there is one."""
     found = {
         (key, index): each
