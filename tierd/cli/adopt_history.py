@@ -94,7 +94,7 @@ async def adopt_history(
         except Full as error:
             raise Full(
                 f"{error.message}; {len(report.adopted)} of {len(steps)} checkpoints were adopted",
-                hint="repeat the command when the daemon has copied and evicted some: it goes on from there",
+                hint="free space there, or let a daemon with cold tiers evict some; then repeat: it goes on from there",
             ) from error
         except TierdError as error:
             report.left[name] = error.message
