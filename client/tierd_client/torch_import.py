@@ -1,4 +1,4 @@
-"""`python -m tierd_client.torch_import PATH [MODEL]`: the state in a file of `torch.save`, for `tierd import`.
+"""`python -m tierd_client.torch_import PATH`: the state in a file of `torch.save`, for `tierd import`.
 
 The only place of tierd that reads a pickle, in a process of its own and only through `torch.load(weights_only=True)`,
 which makes tensors, numbers, strings and containers, and refuses all else by name. The tensors stay in the file, which
@@ -15,14 +15,19 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, cast
 
+import msgspec
 import torch
 
 from tierd.errors import Corrupt, NotFound, TierdError, Unsupported
-from tierd.format.import_messages import LENGTH, REQUEST, ImportedTensor, ImportReply
+from tierd.format.import_messages import LENGTH, REQUEST, ImportedTensor, ImportReply, ImportRequest, Like
 from tierd_client.state.encoding import Collector, Json
 from tierd_client.state.objects import Objects
+from tierd_client.state.optimizers import OptimizersSection
 from tierd_client.state.sections import ModuleSection, ValueSection, capture_state_dict
-from tierd_client.state.tensors import CapturedTensor, as_bytes
+from tierd_client.state.tensors import CapturedTensor, as_bytes, clean_names
+
+SECTIONS = ("scheduler", "scaler", "ema", "dataloader")
+"""Keys of a file that become sections of a TrainingState, if the checkpoint of --like has these sections."""
 
 _GLOBAL = re.compile(r"(?:GLOBAL|class) ([\w.]+)")
 
@@ -73,12 +78,13 @@ def _refusal(text: str) -> Unsupported:
     )
 
 
-def capture(value: Any, model: str | None) -> tuple[dict[str, Json], list[CapturedTensor]]:
+def capture(value: Any, model: str | None, like: Like | None = None) -> tuple[dict[str, Json], list[CapturedTensor]]:
     """The state tree, and the tensors in the order of the reply. `model`: the key of the model's state dict.
 
     A file that is a state dict of tensors is a model. All else is what a DictState holds: a section for each key. With
-    `model`, it is what a TrainingState holds, with the other keys in `extra`. Raises Unsupported, naming what has no
-    safe form, and NotFound if there is no such key."""
+    `model`, it is what a TrainingState holds, with the other keys in `extra`. With `like` too, the optimizer's state
+    has the names of its parameters, and the keys of SECTIONS that `like` has are sections. Raises Unsupported, naming
+    what has no safe form or does not fit `like`, and NotFound if there is no such key."""
     if not isinstance(value, Mapping):
         raise Unsupported(f"it holds a {type(value).__qualname__}, and no dict", hint="save a dict with it")
     entries = cast("Mapping[Any, Any]", value)
@@ -92,7 +98,12 @@ def capture(value: Any, model: str | None) -> tuple[dict[str, Json], list[Captur
         if model not in entries:
             raise NotFound(f"it has no key {model!r}", hint=f"its keys are {', '.join(list(entries)[:20])}")
         tree["model"] = _model(entries[model], f"its entry {model!r}", into)
-        named = {f"extra.{key}": item for key, item in entries.items() if key != model}
+        others = {key: item for key, item in entries.items() if key != model}
+        if like is not None:
+            tree["optimizer"] = _optimizer(pop_optimizer(others), like, into)
+            for key in [key for key in others if key in SECTIONS and key in like.sections]:
+                tree[key] = _like_section(key, others.pop(key), like.sections[key], into)
+        named = {f"extra.{key}": item for key, item in others.items()}
     elif all(isinstance(item, torch.Tensor) for item in entries.values()):
         tree["model"] = _model(entries, "it", into)
         named = {}
@@ -103,10 +114,104 @@ def capture(value: Any, model: str | None) -> tuple[dict[str, Json], list[Captur
     return tree, into.tensors
 
 
-def _model(state: Any, what: str, into: Collector) -> Json:
+def pop_optimizer(entries: dict[str, Any]) -> Any:
+    """The state dict of the optimizer, which is removed. Lightning puts it into a list. Raises Unsupported unless
+    there is one."""
+    found = {
+        (key, index): each
+        for key, item in entries.items()
+        for index, each in enumerate(cast("list[Any]", item) if isinstance(item, list) else [item])
+        if isinstance(each, Mapping) and {"state", "param_groups"} <= {*cast("Mapping[Any, Any]", each)}
+    }
+    keys = [key for key, _ in found]
+    if not keys:
+        raise Unsupported(
+            "no entry of it is the state dict of an optimizer", hint="leave --like out: it names an optimizer's state"
+        )
+    if len(keys) > 1:
+        raise Unsupported(
+            f"it has the state dicts of {len(keys)} optimizers: {', '.join(keys)}",
+            hint="--like is for one optimizer; load the file in the training, and take a snapshot",
+        )
+    del entries[keys[0]]
+    return next(iter(found.values()))
+
+
+class _Group(msgspec.Struct):
+    params: list[int]
+    param_names: list[str] | None = None
+
+
+class _OptimizerState(msgspec.Struct):
+    state: dict[int, dict[str, Any]]
+    param_groups: list[dict[str, Any]]
+
+
+def _optimizer(saved: Any, like: Like, into: Collector) -> Json:
+    """As tierd stores an optimizer: its parameters by name, and not by number as torch does."""
+    try:
+        optimizer = msgspec.convert(saved, _OptimizerState)
+        members = [msgspec.convert(group, _Group) for group in optimizer.param_groups]
+    except msgspec.ValidationError as error:
+        raise Unsupported(f"the state dict of its optimizer is not as torch writes it: {error}") from error
+    if len(members) != len(like.groups):
+        raise Unsupported(f"its optimizer has {len(members)} groups, and the checkpoint's has {len(like.groups)}")
+    groups: list[Json] = []
+    names: dict[int, str] = {}
+    defaults = set(like.defaults)
+    for index, (group, expected) in enumerate(zip(members, like.groups, strict=True)):
+        ordered = _names(index, group, expected.params)
+        names |= zip(group.params, ordered, strict=True)
+        options = {
+            key: value for key, value in optimizer.param_groups[index].items() if key not in ("params", "param_names")
+        }
+        removed, added = defaults - options.keys(), options.keys() - {*expected.options}
+        if removed and added:  # a newer torch only adds options
+            raise Unsupported(
+                f"it is another kind of optimizer: its groups have {', '.join(sorted(added))}, and the checkpoint's "
+                f"{', '.join(sorted(removed))}"
+            )
+        defaults &= options.keys()
+        encoded = into.encode(options, f"optimizer.param_groups.{index}")
+        groups.append({"params": ordered, "options": encoded})
+    if strange := optimizer.state.keys() - names.keys():
+        raise Unsupported(f"its optimizer has state of the parameter {min(strange)}, which is in none of its groups")
+    state = {
+        names[number]: into.encode(entries, f"optimizer.state.{names[number]}", home=torch.device("cpu"))
+        for number, entries in optimizer.state.items()
+    }
+    value = [{"defaults": sorted(defaults), "foreign": [], "groups": groups, "state": state}]
+    return {"kind": OptimizersSection.kind, "suffix": "", "value": value}
+
+
+def _names(index: int, group: _Group, expected: list[str]) -> list[str]:
+    """The names of a group's parameters, in its order: those in the file where it has some, else those `expected`."""
+    if len(group.params) != len(expected):
+        raise Unsupported(
+            f"group {index} of its optimizer has {len(group.params)} parameters, and the checkpoint's has "
+            f"{len(expected)}"
+        )
+    if group.param_names is None or len(group.param_names) != len(expected):
+        return expected
+    cleaned = clean_names(group.param_names)
+    names = [cleaned[name] for name in group.param_names]
+    if strange := sorted({*names} - {*expected}):
+        raise Unsupported(f"group {index} has the parameter {strange[0]}, and the checkpoint's has not")
+    if len({*names}) != len(names):
+        raise Unsupported(f"group {index} of its optimizer names a parameter twice")
+    return names
+
+
+def _like_section(key: str, value: Any, kind: str, into: Collector) -> Json:
+    if kind == ModuleSection.kind:
+        return _model(value, f"its entry {key!r}", into, key)
+    return {"kind": kind, "suffix": "", "value": into.encode(value, key)}
+
+
+def _model(state: Any, what: str, into: Collector, prefix: str = "model") -> Json:
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in cast("Mapping[Any, Any]", state)):
         raise Unsupported(f"{what} is no state dict of a model", hint="--model names the key of one")
-    value = capture_state_dict(cast("Mapping[str, Any]", state), "model", into)
+    value = capture_state_dict(cast("Mapping[str, Any]", state), prefix, into)
     return {"kind": ModuleSection.kind, "suffix": "", "value": value}
 
 
@@ -122,10 +227,11 @@ def serve(tensors: Sequence[CapturedTensor], requests: BinaryIO, answers: Binary
         answers.flush()
 
 
-def main(path: str, model: str | None, requests: BinaryIO, answers: BinaryIO) -> None:
+def main(path: str, requests: BinaryIO, answers: BinaryIO) -> None:
     tensors: Sequence[CapturedTensor] = ()
+    asked = ImportRequest.read(requests)
     try:
-        tree, tensors = capture(load(path), model)
+        tree, tensors = capture(load(path), asked.model, asked.like)
         described = [
             ImportedTensor(name=each.name, dtype=each.dtype, shape=each.shape, torch_dtype=each.torch_dtype)
             for each in tensors
@@ -145,4 +251,4 @@ if __name__ == "__main__":
     own_stdout = os.dup(1)
     os.dup2(2, 1)  # nothing else may write between the answers
     with open(own_stdout, "wb") as output:
-        main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None, sys.stdin.buffer, output)
+        main(sys.argv[1], sys.stdin.buffer, output)

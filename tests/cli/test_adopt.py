@@ -130,6 +130,14 @@ def test_commands_that_read_tensors_refuse_an_adopted_checkpoint(house: House, f
         assert not (house.root / "back").exists()
 
 
+def test_a_folder_of_checkpoints_that_is_adopted_as_one_is_noted(house: House, folder: Path) -> None:
+    result = house.tierd("adopt", folder.parent, "--run", "hf", "--step", "5")
+    assert result.exit_code == 0, result.output
+    assert "in it is checkpoint-500: --preset hf-trainer takes each such checkpoint" in result.stderr
+    (folder / "global_step500").mkdir()  # as Trainer with DeepSpeed writes
+    assert "--preset" not in house.tierd("adopt", folder, "--run", "hf", "--step", "500").stderr
+
+
 def test_dry_run_writes_nothing(house: House, folder: Path) -> None:
     assert adopt(house, folder, "--dry-run")["is_dry_run"] is True
     assert os.listdir(house.hot) == []

@@ -165,9 +165,10 @@ def test_what_expired_or_is_older_than_the_newest_is_not_adopted_again(house: Ho
     ("arguments", "expected"),
     [
         ([], "--step N for one checkpoint, or --preset NAME or --pattern GLOB"),
-        (["--preset", "hf-trainer", "--step", "1"], "--step N for one checkpoint, or --preset NAME or --pattern GLOB"),
-        (["--preset", "none"], "'none' is none"),
-        (["--preset", "lightning"], 'preset = "hf-trainer"'),
+        (["--preset", "hf-trainer", "--step", "1"], "or --pattern GLOB for all in a folder, not both"),
+        (["--preset", "none"], "there is no preset 'none'"),
+        (["--preset", "lightning"], "this would fit: --preset hf-trainer or --preset gpt-simple"),
+        (["--pattern", "ckpt-{step}.pt"], "out: no name there fits the pattern ckpt-{step}.pt; there is checkpoint-10"),
         (["--preset", "dcp", "--pattern", "step-{step}/"], "a preset or a pattern, one of the two"),
         (["--pattern", "step-*/"], "--pattern 'step-*/': expected {step} once, where the number is"),
         (["--pattern", "step-{step}/"], "expected the file that is written last"),

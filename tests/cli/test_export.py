@@ -65,6 +65,14 @@ def test_export_without_the_prefix_loads_as_a_plain_state_dict(house: House) -> 
     assert_same(fresh.model.state_dict(), training.model.state_dict())
 
 
+def test_a_file_at_the_target_is_refused_with_a_hint_that_fits_a_file_too(house: House) -> None:
+    commit(house.hot, [stage(DictState({"a": torch.ones(3)}))])
+    (house.root / "out.bin").write_bytes(b"old")
+    refused = house.tierd("export", "--format", "torch", "--to", house.root / "out.bin")
+    assert refused.exit_code == 15
+    assert "name a path where nothing is" in refused.stderr
+
+
 def test_large_export_is_split_with_an_index_in_hugging_face_format(house: House) -> None:
     tensors = {f"layer.{index}": torch.full((50,), float(index)) for index in range(5)}
     commit(house.hot, [shard_of([(name, one, (0,)) for name, one in tensors.items()])])

@@ -32,7 +32,8 @@ def test_the_commands_of_the_guide_succeed_in_their_order(tmp_path: Path, monkey
     (tmp_path / "checkpoint-500/model").mkdir(parents=True)
     for path in ("model.safetensors", "checkpoint-500/model/model.safetensors"):
         save_file(training.model.state_dict(), tmp_path / path)
-    torch.save({"net": training.model.state_dict(), "epoch": 3}, tmp_path / "step_500.pt")
+    optimizer = training.optimizer.state_dict()
+    torch.save({"net": training.model.state_dict(), "optimizer": optimizer, "epoch": 3}, tmp_path / "step_500.pt")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TIERD_CONFIG", str(house.config))
     assert len(commands()) > 3

@@ -50,6 +50,13 @@ def house_with_dead_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House
 # ── ls ──
 
 
+def test_a_run_that_is_not_there_is_answered_with_those_that_are(house: House) -> None:
+    make_checkpoint(house.hot, step=100)
+    assert "there are the runs run42" in house.tierd("ls", "--run", "run24").stderr
+    refused = house.tierd("show", "run42/100")
+    assert (refused.exit_code, "hint: tierd show run42 100" in refused.stderr) == (2, True)
+
+
 def test_ls_prints_every_field_of_a_row_newest_first(house: House) -> None:
     make_checkpoint(house.hot, house.cold, step=100, milestones=("best",))
     make_checkpoint(house.hot, step=200, sequence=2)

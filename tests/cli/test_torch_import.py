@@ -168,6 +168,7 @@ def test_keys_with_dots_come_back_as_they_were(house: House) -> None:
 def test_importing_again_does_nothing_and_other_bytes_under_the_step_are_refused(house: House) -> None:
     path = saved(house.root / "step.pt", {"weight": torch.ones(3), "epoch": 1})
     more = ("--run", "new", "--step", "3")
+    assert "DictState restores it; --model KEY" in house.tierd("import", path, *more, "--dry-run").stderr
     assert house.json("import", path, *more, "--dry-run")["is_dry_run"]
     assert not (house.hot / "new").exists()
     assert house.json("import", path, *more)["is_new"]
@@ -214,7 +215,7 @@ def test_a_key_that_is_no_model_is_refused(house: House) -> None:
     path = saved(house.root / "step.pt", {"model": {"weight": torch.ones(3)}, "epoch": 1})
     assert_refused(house, path, 10, "it has no key 'net'", "--model", "net")
     assert_refused(house, path, 2, "its entry 'epoch' is no state dict of a model", "--model", "epoch")
-    assert_refused(house, path, 2, "--like is for a flat file", "--model", "model", "--like", "run/5")
+    assert_refused(house, path, 10, "there is none", "--model", "model", "--like", "run/5")
     result = house.tierd("import", path, "--run", "new")
     assert (result.exit_code, "does not say its step" in result.stderr) == (2, True), result.output
 

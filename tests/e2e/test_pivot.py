@@ -264,3 +264,16 @@ def test_a_pivot_that_cannot_be_done_changes_nothing(
     assert expected in refused.stderr
     assert "Traceback" not in refused.stderr
     assert (tmp_path / "out" / SAMPLES).exists()
+
+
+def test_a_run_of_another_program_is_not_said_to_go_on_from_the_checkpoint(daemon: Daemon, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    (checkpoint / "weights").write_bytes(b"1")
+    (tmp_path / "out" / SAMPLES).write_text("[]")
+    assert daemon.tierd("adopt", checkpoint, "--run", "run", "--step", "5").returncode == 0
+    ended = daemon.tierd("pivot", "--run", "run", "--name", "phase-1")
+    assert ended.returncode == 0, ended.stderr
+    assert "tierd cannot see whether it still runs" in ended.stderr
+    assert "its next start begins where that program resumes" in ended.stdout
+    assert not (tmp_path / "out" / SAMPLES).exists()

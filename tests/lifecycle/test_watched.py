@@ -120,7 +120,7 @@ def test_names_that_are_no_steps_are_told_and_a_fitting_preset_is_named(tmp_path
     verdicts = judged(tmp_path, PRESETS["hf-trainer"])
     assert verdicts.complete == {}
     assert sorted(verdicts.other) == [f"checkpoint-{'9' * 13}", "runs", "step-5"]
-    error = misfit("out", names(tmp_path).folders, PRESETS["hf-trainer"])
+    error = misfit("watch out", names(tmp_path).folders, PRESETS["hf-trainer"])
     assert error is not None
     assert "there is step-5" in error.message
     assert 'preset = "dcp" or preset = "torchtitan"' in error.hint

@@ -35,6 +35,17 @@ def test_built_folder_equals_the_adopted_one(tmp_path: Path, mode: int) -> None:
     assert not list((tmp_path / "stored").iterdir())
 
 
+def test_a_watch_takes_the_built_folder_for_complete(tmp_path: Path) -> None:
+    """The folders are not newer than the files, as if something had been deleted since the save."""
+    folder = make_folder(tmp_path / "checkpoint-5")
+    for path in folder.rglob("*"):
+        os.utime(path, (1.5e9, 1.5e9), follow_symlinks=False)
+    output, built = build(folder, tmp_path), tmp_path / "built"
+    output.finish(built.rename(tmp_path / "published"))
+    tree = scan(tmp_path / "published")
+    assert tree.folders_changed_ns == tree.modified_ns == 1_500_000_000 * 10**9
+
+
 @pytest.mark.parametrize("swapped", ["the target", "a folder in it"])
 def test_a_folder_that_is_swapped_after_it_was_published_gives_no_other_folder_its_mode(
     tmp_path: Path, swapped: str

@@ -80,7 +80,8 @@ class RankRequests:
         if trainer is None:
             raise NotFound(
                 f"{action}: no trainer of this run is connected to this daemon",
-                hint="`tierd status` shows the runs of this daemon; is it the daemon of a node of the run?",
+                hint="`tierd status` shows the runs of this daemon; is it the daemon of a node of the run? An "
+                "adopted run has no trainer here: stop its program as usual",
             )
         if len(self._pending) >= REQUESTS_MAX:
             raise Transient(f"{action}: {REQUESTS_MAX} requests wait for an answer")

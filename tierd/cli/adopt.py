@@ -17,7 +17,7 @@ from tierd.cli import options
 from tierd.cli.adopt_bucket import bucket_history, check_bucket
 from tierd.cli.adopt_history import adopt_history, history_preset
 from tierd.cli.adoptions import adopt_tree, existing
-from tierd.cli.console import duration, now, print_report, size
+from tierd.cli.console import duration, now, print_note, print_report, size
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import settings_of
@@ -27,10 +27,12 @@ from tierd.format.audit import Action
 from tierd.format.ids import check_run
 from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
+from tierd.lifecycle.watched import PRESETS, fitting
 from tierd.tiers.pool import ThreadPool
 from tierd.transfer import adoption
 from tierd.transfer.adoption import FolderAdoption, adopted_id, scan_settled
 from tierd.transfer.history_source import FolderHistory
+from tierd.transfer.source_tree import SourceTree
 
 
 class Adopted(msgspec.Struct, kw_only=True):
@@ -57,7 +59,8 @@ async def adopt(
     path: Annotated[
         str,
         typer.Argument(
-            metavar="PATH", help="A folder or a file, complete, of any program; for all in a folder also an s3:// URL."
+            metavar="PATH",
+            help="A complete checkpoint, a folder or file; with --preset or --pattern the folder or s3:// URL of many.",
         ),
     ],
     run: Annotated[
@@ -67,21 +70,24 @@ async def adopt(
     step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Its step.")] = None,
     preset: Annotated[
         str | None,
-        typer.Option("--preset", metavar="NAME", help="PATH is a folder of checkpoints of this framework: take all."),
+        typer.Option(
+            "--preset", metavar="NAME", help=f"Take all checkpoints in PATH, as written by: {', '.join(PRESETS)}."
+        ),
     ] = None,
     pattern: Annotated[
         str,
         typer.Option(
             "--pattern",
             metavar="GLOB",
-            help="As --preset, of any program: a glob with {step} where the number is; for folders a slash at its end.",
+            help="Take all with such a name: a glob with {step} where the number is; for folders a slash at its end.",
         ),
     ] = "",
     marker: Annotated[
-        str, typer.Option("--marker", metavar="NAME", help="With these: the file in a folder that is written last.")
+        str, typer.Option("--marker", metavar="NAME", help="With --pattern: the file in a folder that is written last.")
     ] = "",
     settled: Annotated[
-        bool, typer.Option("--settled", help="With these: no program writes there, so times do not matter.")
+        bool,
+        typer.Option("--settled", help="With --preset or --pattern: no program writes there any more; ignore times."),
     ] = False,
     generation: Annotated[
         int | None,
@@ -96,8 +102,9 @@ async def adopt(
     check_key(config)
     is_history = preset is not None or bool(pattern)
     if (step is None) != is_history:
+        both = "" if step is None else ", not both"
         raise BadConfig(
-            "adopt needs --step N for one checkpoint, or --preset NAME or --pattern GLOB for all in a folder"
+            f"adopt needs --step N for one checkpoint, or --preset NAME or --pattern GLOB for all in a folder{both}"
         )
     chosen = history_preset(preset or "", pattern, marker, is_settled=settled) if is_history else None
     if path.startswith("s3://"):
@@ -125,6 +132,8 @@ async def adopt(
             limit = tiers.catalog.claims.generation_limit(name, now().timestamp())
             checkpoint = adopted_id(tiers.catalog, name, step, generation, generation_max=limit)
             tree = await scan_settled(source, pool, now)
+            if held := _checkpoints_in(tree):
+                print_note(f"tierd: {source} as a whole becomes one checkpoint; {held}")
             report = Adopted(
                 **msgspec.to_builtins(checkpoint),
                 sequence=tiers.catalog.sequence_max(name) + 1,
@@ -157,6 +166,15 @@ def _resolved(path: str) -> Path:
         return Path(path).absolute().resolve()
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: before Python 3.13
         raise BadConfig(f"adopt {path}: {error}", hint="is it a link to itself?") from error
+
+
+def _checkpoints_in(tree: SourceTree) -> str:
+    """Which checkpoints the folder holds, and how to take each, if it looks like a folder of them; else empty."""
+    names = {entry.path: entry.kind == "folder" for entry in tree.entries if "/" not in entry.path}
+    if tree.is_file or fitting({tree.name: True}) or not (presets := fitting(names)):
+        return ""  # a checkpoint may hold one of another framework: checkpoint-500/global_step500
+    first = next(name for name in sorted(names) if fitting({name: names[name]}))
+    return f"in it is {first}: --preset {presets[0]} takes each such checkpoint with its own step"
 
 
 def _sentence(report: Adopted) -> str:

@@ -25,7 +25,7 @@ from tierd.format.audit import Action
 from tierd.format.ids import Run
 from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
-from tierd.lifecycle.watched import PRESETS, Listed, Preset, Verdicts, is_name, judge, misfit, preset_of
+from tierd.lifecycle.watched import PRESETS, Listed, Preset, Verdicts, is_name, judge, misfit, nothing_fits, preset_of
 from tierd.transfer.adoption import adopted_id
 from tierd.transfer.atomic_output import clear_abandoned
 from tierd.transfer.history_source import HistorySource
@@ -55,7 +55,7 @@ def history_preset(name: str, pattern: str, marker: str, *, is_settled: bool) ->
     """A preset by its name, or as a pattern says. Raises BadConfig for what is none. Without a marker, a folder is
     complete only if no program writes there."""
     if name and name not in PRESETS:
-        raise BadConfig(f"--preset {name!r} is none", hint=f"one of {', '.join(sorted(PRESETS))}")
+        raise BadConfig(f"there is no preset {name!r}", hint=f"one of {', '.join(sorted(PRESETS))}")
     renamed = is_settled and pattern.endswith("/") and not marker
     watch = WatchConfig(preset=name, pattern=pattern, marker=marker, renamed=renamed)  # pyright: ignore[reportArgumentType]
     for key, value, expected in watch_mistakes(watch):
@@ -95,7 +95,7 @@ async def adopt_history(
         except Full as error:
             raise Full(
                 f"{error.message}; {len(report.adopted)} of {len(steps)} checkpoints were adopted",
-                hint="repeat the command when the daemon has copied and evicted some: it goes on from there",
+                hint="free space there, or let a daemon with cold tiers evict some; then repeat: it goes on from there",
             ) from error
         except TierdError as error:
             report.left[name] = error.message
@@ -112,8 +112,8 @@ async def _judge(
     links = [name for name in source.links if is_name(name, preset, is_folder=preset.is_folder)]
     report.left |= dict.fromkeys(links, "it is a link, which is not followed")
     if not fitting and not links:
-        raise misfit(source.name, found, preset) or NotFound(
-            f"adopt {source.name}: no name there fits the preset {preset.name}, as {preset.example} would",
+        raise misfit(f"adopt {source.name}", found, preset, hint="--preset {}") or NotFound(
+            f"adopt {source.name}: {nothing_fits(preset)}",
             hint="--step N adopts a single folder or file",
         )
     trees: dict[str, SourceTree] = {}

@@ -28,6 +28,7 @@ from tierd.cli.forecast_checks import Planned, forecast_advice
 from tierd.cli.opened_tiers import open_tiers, open_unlisted
 from tierd.cli.options import Settings, check_tier, settings_of
 from tierd.cli.peer_checks import check_peers
+from tierd.cli.watch_checks import check_watches
 from tierd.cold_tier import exposed
 from tierd.config import file as config_file
 from tierd.config.sections import ColdConfig, Config
@@ -118,6 +119,7 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
             message = "there is no cold tier: the loss of this node's disk loses every checkpoint"
             hint = "add [[cold]] with the url of a bucket"
             found.append(Advice("config", "config", "warning", message, hint))
+        found += await asyncio.to_thread(lambda: list(check_watches(loaded)))
         found += [*_limits(), _socket(loaded), *_daemon(loaded)]
         with suppress(DaemonUnreachable):  # reported above
             found += [advice async for advice in check_peers(loaded, daemon_http.find(loaded).status)]

@@ -13,15 +13,15 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
-from tierd.catalog.selectable import selectable_replicas
 from tierd.cli.console import print_note
+from tierd.cli.foreign_format import TORCH_BEGINNINGS
+from tierd.cli.like import open_template
 from tierd.cli.opened_tiers import OpenedTiers
-from tierd.cli.replicas import Replicas
 from tierd.config.sections import Config
-from tierd.errors import Unsupported
+from tierd.errors import BadConfig, Corrupt, Unsupported
 from tierd.format import flat_file
 from tierd.format.flat_file import Parameter
-from tierd.format.whole import WholeTensor, whole_in, whole_tensors
+from tierd.format.whole import WholeTensor, whole_in
 from tierd.lifecycle.selection import CheckpointQuery
 from tierd.transfer.foreign_file import ForeignFile, created_at
 from tierd.transfer.imported import ImportedState
@@ -40,23 +40,9 @@ async def open_flat(
     """The state in a flat file. The caller reads it within the block. Raises NotFound, Corrupt or Unsupported."""
     async with AsyncExitStack() as stack:
         file = stack.enter_context(closing(ForeignFile(path)))
-        step, count = flat_file.parse_header(file.read(flat_file.HEADER.size, 0), file.size_bytes, where=str(path))
-        inventory = selectable_replicas(tiers.catalog)
-        replicas = await stack.enter_async_context(Replicas(like, inventory, tiers.by_name, config))
-        await replicas.nearest()
-        template = replicas.manifest
-        if template.is_adopted:
-            raise Unsupported(
-                f"import {path} like {template.id}: another program wrote that, and tierd does not read its files",
-                hint="--like names a checkpoint that tierd's client wrote",
-            )
-        reader = VerifiedReader(template, replicas.nearest)
-        shards = {entry.name: await reader.shard(entry.name) for entry in template.files}
-        tensors = {tensor.name: tensor for tensor in whole_tensors(shards)}
-        trees = [
-            shard.tierd.get("state", {})
-            for shard in sorted(shards.values(), key=lambda shard: shard.tierd.get("rank", 0))
-        ]
+        step, count = _parse_header(file, path)
+        opened = await stack.enter_async_context(open_template(path, like, tiers, config))
+        template, reader, trees, tensors = opened.manifest, opened.reader, opened.trees, opened.tensors
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         parameters = flat_file.parameters_of(trees[0], shapes, where=str(template.id))
         from_file = flat_file.tensors_in(_FLAT, count, parameters, tensors, where=str(path))
@@ -88,6 +74,20 @@ async def open_flat(
             metrics={},
             versions={"like": str(template.id)},
         )
+
+
+def _parse_header(file: ForeignFile, path: Path) -> tuple[int, int]:
+    """(step, number of parameters). Raises Corrupt, and BadConfig for a file of torch.save."""
+    head = file.read(flat_file.HEADER.size, 0)
+    try:
+        return flat_file.parse_header(head, file.size_bytes, where=str(path))
+    except Corrupt as error:
+        if not head.startswith(TORCH_BEGINNINGS):
+            raise
+        raise BadConfig(
+            f"import {path}: it begins as a file of torch.save, and --like alone is for a flat file",
+            hint="--model KEY too: the key of the model's state dict in it",
+        ) from error
 
 
 async def _check_counts(

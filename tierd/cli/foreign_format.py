@@ -17,7 +17,7 @@ class Format(StrEnum):
 
 
 _JSON_AT = 8  # a safetensors file begins with the length of its header, and the header with a brace
-_TORCH = (b"PK\3\4", b"\x80\2")  # a zip archive, or of torch before 1.6 a pickle
+TORCH_BEGINNINGS = (b"PK\3\4", b"\x80\2")  # a zip archive, or of torch before 1.6 a pickle
 _BY_SUFFIX = {
     ".safetensors": Format.safetensors,
     ".pt": Format.torch,
@@ -38,7 +38,7 @@ def format_of(path: Path) -> Format:
         head = file.read(_JSON_AT + 1, 0)
     if head[_JSON_AT:] == b"{":
         return Format.safetensors
-    if head.startswith(_TORCH):
+    if head.startswith(TORCH_BEGINNINGS):
         return Format.torch
     if (by_suffix := _BY_SUFFIX.get(path.suffix)) is not None:
         return by_suffix

@@ -18,10 +18,11 @@ import typer
 from tierd.catalog.identity import Identities
 from tierd.catalog.listing import refresh_run
 from tierd.cli import daemon_http, options
-from tierd.cli.console import duration, now, print_report, progress_bar, size
+from tierd.cli.console import duration, now, print_note, print_report, progress_bar, size
 from tierd.cli.diff import parse_checkpoint
 from tierd.cli.flat_import import open_flat
 from tierd.cli.foreign_format import Format, format_of
+from tierd.cli.like import open_template
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import OpenedTiers, open_tiers
 from tierd.cli.options import settings_of
@@ -41,6 +42,8 @@ from tierd.tiers.tier import Tier
 from tierd.transfer.atomic_output import atomic_output
 from tierd.transfer.imported import ImportedState, imported_id
 from tierd.transfer.verify import verify_files
+
+MODULE = "module"  # the kind of a model's section in a state tree
 
 
 class Imported(msgspec.Struct, kw_only=True):
@@ -76,7 +79,8 @@ async def import_(
         typer.Option(
             "--like",
             metavar="CHECKPOINT",
-            help="For a flat file: [RUN/]STEP, latest or milestone:NAME: gives names, shapes, and all that it lacks.",
+            help="[RUN/]STEP, latest or milestone:NAME: names the parameters in a flat file, or in a torch file's "
+            "optimizer, and gives a flat file all that it lacks.",
         ),
     ] = None,
     generation: Annotated[
@@ -103,8 +107,11 @@ async def import_(
         code = tiers.check_reachable()
         async with _open(path.absolute(), name, like, step, model, tiers, config) as state:
             report = await import_state(state, path.absolute(), name, generation, tiers, config, is_dry_run=dry_run)
+            is_dict = "model" not in state.trees[0] or state.trees[0]["model"]["kind"] != MODULE
     report.seconds = round(time.monotonic() - began_s, 6)
     print_report(report, as_json=json, text=sentence(report))
+    if is_dict:
+        print_note("tierd: DictState restores it; --model KEY makes the entry KEY the model of a TrainingState")
     return code
 
 
@@ -112,12 +119,11 @@ async def import_(
 async def _open(
     path: Path, run: Run, like: str | None, step: int | None, model: str | None, tiers: OpenedTiers, config: Config
 ) -> AsyncGenerator[ImportedState, Any]:
-    """The state in the file, by what the file is. With `like` it is a flat file."""
-    if like is not None and model is not None:
-        raise BadConfig("--like is for a flat file, and --model for a file of torch.save", hint="give one of them")
-    if like is not None:
-        template = parse_checkpoint(like, None if "/" in like else run)
-        async with open_flat(path, template, tiers, config) as state:
+    """The state in the file, by what the file is. With `like` and no `model` it is a flat file: its first bytes are a
+    number, and may be those of any other format."""
+    query = None if like is None else parse_checkpoint(like, None if "/" in like else run)
+    if query is not None and model is None:
+        async with open_flat(path, query, tiers, config) as state:
             if step not in (None, state.step):
                 raise BadConfig(f"import {path} as step {step}: it is of step {state.step}", hint="leave --step out")
             yield state
@@ -127,6 +133,13 @@ async def _open(
         raise BadConfig(f"import {path}: a file of the format {format.value} does not say its step", hint="--step N")
     if format is Format.safetensors and model is not None:
         raise BadConfig(f"import {path}: --model is for a file of torch.save", hint="all tensors here are the model's")
+    if query is not None:
+        async with (
+            open_template(path, query, tiers, config) as template,
+            open_torch(path, step, model, template) as state,
+        ):
+            yield state
+        return
     opened = open_torch(path, step, model) if format is Format.torch else open_safetensors(path, step)
     async with opened as state:
         yield state

@@ -22,7 +22,7 @@ from tierd.status.lifecycle_report import lifecycle_report
 
 async def lifecycle(
     context: typer.Context,
-    run: options.RunName = None,
+    run: options.OnlyRun = None,
     is_explained: Annotated[
         bool, typer.Option("--explain", help="Also what is kept and why, and what it will hold.")
     ] = False,

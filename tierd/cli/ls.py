@@ -26,6 +26,7 @@ from tierd.lifecycle.selection import MEMORY, CheckpointQuery
 from tierd.status.checkpoint_report import CheckpointRow, checkpoint_rows
 from tierd.status.report import LOOK_S, tiers_text
 
+RUNS_SHOWN = 10
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
     "=": operator.eq, "==": operator.eq, "!=": operator.ne,
@@ -38,7 +39,7 @@ async def ls(
     place: Annotated[
         str | None, typer.Argument(metavar="PLACE", help="A directory or s3:// URL: listed without daemon and config.")
     ] = None,
-    run: options.RunName = None,
+    run: options.OnlyRun = None,
     tier: Annotated[
         str | None, typer.Option("--tier", metavar="TIER", help="Only what this tier holds: memory, hot, …")
     ] = None,
@@ -82,11 +83,12 @@ async def ls(
         for reason in daemon.status.foreign:
             print_note(f"tierd: foreign: {reason}")
         rows, code = daemon.rows(), PARTIAL if unlisted else 0
+        runs = sorted({row.run for row in rows})
     else:
         async with open_tiers(settings, place=place, only=None if place else tier) as tiers:
             code = tiers.check_reachable()
             tiers.report_unreadable(CheckpointQuery(run=only_run))
-            rows = checkpoint_rows(tiers.catalog, only_run)
+            rows, runs = checkpoint_rows(tiers.catalog, only_run), sorted(tiers.catalog.runs())
     rows = [row for row in rows if run in (None, row.run) and (tier is None or _is_in(tier, row))]
     known = {name for row in rows for name in row.metrics}
     rows = [row for row in rows if all(fits(row) for fits in conditions)]
@@ -105,6 +107,8 @@ async def ls(
         print_note(f"no checkpoints{f' of run {run}' if run else ''} in {place or tier or tiers_listed}{fitting}")
         if where:
             print_note(f"  {_metrics_text(known)}")
+        elif run is not None and run not in runs and runs:
+            print_note(f"  there are the runs {', '.join(runs[:RUNS_SHOWN])}{', …' if len(runs) > RUNS_SHOWN else ''}")
     return code
 
 

@@ -90,7 +90,7 @@ async def note(
 
 async def notes(
     context: typer.Context,
-    run: options.RunName = None,
+    run: options.OnlyRun = None,
     tag: Annotated[str | None, typer.Option("--tag", metavar="NAME", help="Only checkpoints with this tag.")] = None,
     place: options.From = None,
     json: options.Json = False,

@@ -24,6 +24,7 @@ TrailFolder = Annotated[
 RunName = Annotated[
     str | None, typer.Option("--run", metavar="RUN", help="The run; required if there are several runs.")
 ]
+OnlyRun = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run; default: all runs.")]
 TierName = Annotated[
     str | None, typer.Option("--tier", metavar="TIER", help="Only this tier: hot, or a cold tier's name.")
 ]

@@ -24,6 +24,7 @@ from tierd.config.sections import Config
 from tierd.errors import BadConfig, BadRequest, DaemonUnreachable, NotFound, Transient
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, check_run
+from tierd.format.manifest import ADOPTED
 from tierd.format.sidecar import Segment, is_file_name, parse_segment, segment_prefix
 from tierd.tiers.pool import ThreadPool
 from tierd.tiers.tree import fsync_path
@@ -40,11 +41,13 @@ from tierd.transfer.sidecar_copy import (
 
 
 class PivotReport(msgspec.Struct, kw_only=True):
-    """`archived`: the files that the milestone has now and the folder has no more, with their sizes in bytes."""
+    """`kind`: of the checkpoint. `archived`: the files that the milestone has now and the folder has no more, with
+    their sizes in bytes."""
 
     run: str
     step: int
     generation: int
+    kind: str
     milestone: str
     tiers: list[str]
     archived: dict[str, int]
@@ -68,11 +71,14 @@ async def pivot(
     async with open_tiers(settings) as tiers:
         _check_reachable(tiers, chosen)
         checkpoint, names = await _milestone(settings, tiers, chosen, name)
+        entry = tiers.catalog.get(checkpoint)
+        kind = "" if entry is None else entry.manifest.kind
         archived = await _archive(tiers, chosen, name, folder, config) if folder is not None else {}
     report = PivotReport(
         run=run,
         step=checkpoint.step,
         generation=checkpoint.generation,
+        kind=kind,
         milestone=name,
         tiers=names,
         archived=archived,
@@ -197,6 +203,8 @@ async def _milestone(settings: Settings, tiers: OpenedTiers, run: Run, name: str
     if marked is None:
         latest = parse_query(run, "latest", None)
         checkpoint, _ = await mark(settings, tiers, latest, name, dry_run=True)
+        if (entry := tiers.catalog.get(checkpoint)) is not None and entry.manifest.is_adopted:
+            print_note(f"tierd: another program wrote {checkpoint}: tierd cannot see whether it still runs")
         if (newest := tiers.catalog.generation_max(run)) > checkpoint.generation:
             raise BadRequest(
                 f"pivot {run}: generation {newest} has begun and has no checkpoint: it may have changed the files",
@@ -288,4 +296,7 @@ def _print(report: PivotReport) -> None:
     for file, size_bytes in report.archived.items():
         what = f"archived {file} ({size(size_bytes)})" if size_bytes else f"{file} is empty: nothing to archive,"
         print_result(f"{what} and deleted it in its folder")
-    print_result(f"the next start of {report.run} begins a new phase from there")
+    if report.kind == ADOPTED:
+        print_result(f"another program writes {report.run}: its next start begins where that program resumes")
+    else:
+        print_result(f"the next start of {report.run} begins a new phase from there")

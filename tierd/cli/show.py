@@ -14,7 +14,7 @@ from tierd.cli.console import age, metrics_line, print_json, print_note, print_r
 from tierd.cli.note import NotedCheckpoint, note_line, notes_of
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
-from tierd.errors import NotFound
+from tierd.errors import BadConfig, NotFound
 from tierd.format.node_file import ranks_text
 from tierd.format.text import counted
 from tierd.lifecycle.selection import AUTO, MEMORY, select
@@ -26,13 +26,15 @@ NOT_WHOLE = "the other ranks' shards are on other nodes"
 
 async def show(
     context: typer.Context,
-    run: Annotated[str, typer.Argument(metavar="RUN")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The name of a run: `tierd runs` lists them.")],
     step: Annotated[str, typer.Argument(metavar="STEP", help="A number, latest, or milestone:NAME.")] = "latest",
     generation: options.GenerationNumber = None,
     place: options.From = None,
     json: options.Json = False,
 ) -> int:
     """Show everything about one checkpoint."""
+    if "/" in run:
+        raise BadConfig(f"show {run}: that cannot name a run", hint=f"tierd show {run.replace('/', ' ', 1)}")
     query = parse_query(run, step, generation, tier=place or AUTO)
     settings = settings_of(context)
     daemon = None if place else daemon_http.find_or_none(settings.config())

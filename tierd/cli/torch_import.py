@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tierd.cli.export import check_torch
+from tierd.cli.like import Template, check_fits, like_of
 from tierd.errors import Corrupt, TierdError, from_kind
-from tierd.format.import_messages import LENGTH, REPLY_BYTES_MAX, REQUEST, ImportReply
+from tierd.format.import_messages import LENGTH, REPLY_BYTES_MAX, REQUEST, ImportReply, ImportRequest
 from tierd.format.shard import DTYPE_BYTES
 from tierd.format.whole import whole_in
 from tierd.transfer.foreign_file import ForeignFile, created_at
@@ -27,15 +28,17 @@ _READ_BYTES = 1 << 20
 
 
 @asynccontextmanager
-async def open_torch(path: Path, step: int, model: str | None) -> AsyncGenerator[ImportedState, Any]:
-    """The state in a file of `torch.save`. `model`: the key of the model's state dict in it. The caller reads it within
-    the block. Raises NotFound, Corrupt, Unsupported or BadConfig, and TierdError if the process fails."""
+async def open_torch(
+    path: Path, step: int, model: str | None, template: Template | None = None
+) -> AsyncGenerator[ImportedState, Any]:
+    """The state in a file of `torch.save`. `model`: the key of the model's state dict in it. `template`: a checkpoint
+    of the same training, which names the parameters of the optimizer. The caller reads it within the block. Raises
+    NotFound, Corrupt, Unsupported or BadConfig, and TierdError if the process fails."""
     check_torch(f"import {path}", hint="pip install 'tierd[client]': torch reads its own files")
     with closing(ForeignFile(path)) as file:
         child = await asyncio.create_subprocess_exec(
             # -P: do not import a module named torch from the current directory.
             *(sys.executable, "-P", "-m", "tierd_client.torch_import", f"/proc/self/fd/{file.fd}"),
-            *(() if model is None else (model,)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -44,11 +47,14 @@ async def open_torch(path: Path, step: int, model: str | None) -> AsyncGenerator
         )
         try:
             torch = _TorchProcess(child, path)
-            reply = await torch.reply()
+            like = None if template is None else like_of(template, where=str(path))
+            reply = await torch.ask(ImportRequest(model=model, like=like))
             tensors = [
                 whole_in(str(index), each.name, each.dtype, each.shape, 0, each.torch_dtype)
                 for index, each in enumerate(reply.tensors)
             ]
+            if template is not None:
+                check_fits(reply.tree, tensors, template, where=str(path))
             yield ImportedState(
                 format=FORMAT,
                 step=step,
@@ -59,7 +65,7 @@ async def open_torch(path: Path, step: int, model: str | None) -> AsyncGenerator
                 check_unchanged=file.check_unchanged,
                 architecture_hash=architecture_of(tensors) if "model" in reply.tree else "",
                 metrics={},
-                versions={},
+                versions={} if template is None else {"like": str(template.manifest.id)},
             )
         finally:
             if child.returncode is None:
@@ -77,8 +83,9 @@ class _TorchProcess:
         self._stdin, self._stdout = child.stdin, child.stdout
         self._lock = asyncio.Lock()
 
-    async def reply(self) -> ImportReply:
+    async def ask(self, request: ImportRequest) -> ImportReply:
         """What is in the file. Raises what the process has refused it with."""
+        self._stdin.write(request.encode())
         length = bytearray(LENGTH.size)
         await self._fill(memoryview(length))
         (size_bytes,) = LENGTH.unpack(length)

@@ -52,7 +52,7 @@ class Verified(msgspec.Struct, kw_only=True):
 
 async def verify(
     context: typer.Context,
-    run: options.RunName = None,
+    run: options.OnlyRun = None,
     step: Annotated[
         str | None,
         typer.Option("--step", metavar="STEP", help="A number, latest, or milestone:NAME; default: all."),

@@ -1,6 +1,7 @@
 """What `tierd import` and the process in which torch reads a file say to each other, over its stdin and stdout.
 
-The process sends one `ImportReply`: its length as u64, then JSON. Then, for each request, the bytes of a tensor:
+The process gets one `ImportRequest`, and sends one `ImportReply`: the length as u64, then JSON. Then, for each request,
+the bytes of a tensor:
 
     request: u64 index of the tensor | u64 offset | u64 length        little-endian
     answer:  `length` bytes
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -26,6 +27,38 @@ class ImportedTensor(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     shape: tuple[int, ...]
     torch_dtype: str = ""
+
+
+class LikeGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of an optimizer's parameters: their names, and the names of the options."""
+
+    params: list[str]
+    options: list[str]
+
+
+class Like(msgspec.Struct, frozen=True, kw_only=True):
+    """What the checkpoint of --like gives: the groups of its optimizer, with the names of the options that this kind of
+    optimizer always has, and the kinds of the sections by name."""
+
+    groups: list[LikeGroup]
+    defaults: list[str]
+    sections: dict[str, str]
+
+
+class ImportRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`model`: the key of the model's state dict in the file."""
+
+    model: str | None = None
+    like: Like | None = None
+
+    def encode(self) -> bytes:
+        raw = msgspec.json.encode(self)
+        return LENGTH.pack(len(raw)) + raw
+
+    @classmethod
+    def read(cls, stream: BinaryIO) -> ImportRequest:
+        (length,) = LENGTH.unpack(stream.read(LENGTH.size))
+        return msgspec.json.decode(stream.read(length), type=cls)
 
 
 class ImportReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -340,13 +340,19 @@ def fitting(names: Mapping[str, bool]) -> list[str]:
     ]
 
 
-def misfit(path: str, names: Mapping[str, bool], preset: Preset) -> Unsupported | None:
-    """The error for a folder where no name fits the preset: the names, and the presets that fit. None if none fits."""
+def misfit(what: str, names: Mapping[str, bool], preset: Preset, *, hint: str = 'preset = "{}"') -> Unsupported | None:
+    """The error for a folder where no name fits the preset: the names, and the presets that fit. None if none fits.
+    `what`: is done to which folder. `hint`: how a preset is set there."""
     if not (fits := fitting(names)):
         return None
     fitting_names = sorted(name for name, is_folder in names.items() if fitting({name: is_folder}))
     return Unsupported(
-        f"watch {path}: no name there fits the preset {preset.name}, as {preset.example} would; "
-        f"there is {', '.join(fitting_names[:NAMED_MAX])}",
-        hint="this would fit: " + " or ".join(f'preset = "{name}"' for name in fits),
+        f"{what}: {nothing_fits(preset)}; there is {', '.join(fitting_names[:NAMED_MAX])}",
+        hint="this would fit: " + " or ".join(hint.format(name) for name in fits),
     )
+
+
+def nothing_fits(preset: Preset) -> str:
+    if preset.name not in PRESETS:
+        return f"no name there fits the pattern {preset.name}"
+    return f"no name there fits the preset {preset.name}, as {preset.example} would"

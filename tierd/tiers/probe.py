@@ -36,7 +36,7 @@ class Advice(msgspec.Struct, frozen=True):
     """A stable name of what was checked: `put`, `lifecycle`, `space`."""
 
     about: str
-    """The tier, or config, socket, daemon, machine."""
+    """The tier, or config, watch, socket, daemon, machine."""
 
     verdict: Severity
     message: str

@@ -21,6 +21,7 @@ class AdoptedOutput:
     def __init__(self, tree: AdoptedTree, stored: Path, built: Path) -> None:
         self._tree, self._stored, self._built = tree, stored, built
         self._folders = [entry for entry in tree.entries if entry.kind == "folder"]
+        self._newest_ns = max((entry.modified_ns for entry in tree.files), default=0)
         self._narrow: list[tuple[str, int, os.stat_result]] = []  # path, mode, and which folder was built there
 
     def build(self) -> Path:
@@ -48,6 +49,8 @@ class AdoptedOutput:
     def _widen(self, path: str, mode: int) -> None:
         folder = self._built / path
         os.chmod(folder, mode | _WRITABLE)
+        # Their times are not stored. A watch takes a folder that is newer than its files for one that has lost some.
+        os.utime(folder, ns=(self._newest_ns, self._newest_ns))
         fsync_path(folder)
         if mode | _WRITABLE != mode:
             self._narrow.append((path, mode, os.stat(folder)))

@@ -249,7 +249,7 @@ class Watcher:
         links = [name for name in listing.links if is_name(name, self._preset, is_folder=self._preset.is_folder)]
         if links:
             self._findings.notes.append(f"not adopted, because they are links: {shown(links)}")
-        if not steps and (error := misfit(str(self._path), listing.folders, self._preset)):
+        if not steps and (error := misfit(f"watch {self._path}", listing.folders, self._preset)):
             self._findings.problems[""] = error
         elif others:
             self._findings.notes.append(f"not checkpoints: {shown(others)}")

@@ -1,0 +1,36 @@
+"""What `tierd doctor` checks of watched folders: whether they can be read, and whether the preset fits the names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tierd.config.sections import Config, WatchConfig
+from tierd.errors import NotFound, TierdError
+from tierd.lifecycle.watched import is_name, misfit, preset_of
+from tierd.tiers.probe import Advice, problem_of
+from tierd.transfer.watched_folder import names
+
+
+def check_watches(config: Config) -> Iterator[Advice]:
+    """Blocks."""
+    for watch in config.watch:
+        yield _check(watch)
+
+
+def _check(watch: WatchConfig) -> Advice:
+    preset = preset_of(watch)
+    try:
+        folders = names(Path(watch.path)).folders
+    except NotFound:
+        message = f"{watch.path} does not exist yet: the daemon waits for it"
+        return Advice("watch", "watch", "note", message, "is the path right? It counts from the folder of the config")
+    except TierdError as error:
+        return problem_of("watch", "watch", error)
+    found = sum(is_name(name, preset, is_folder=is_folder) for name, is_folder in folders.items())
+    if not found and (error := misfit(f"watch {watch.path}", folders, preset)):
+        return problem_of("watch", "watch", error)
+    if not found:
+        return Advice("watch", "watch", "note", f"{watch.path} has no checkpoint yet, such as {preset.example}")
+    message = f"{watch.path} has {found} checkpoint{'' if found == 1 else 's'} by the names, as {preset.example}"
+    return Advice("watch", "watch", "ok", message)
