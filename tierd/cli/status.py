@@ -23,7 +23,6 @@ from tierd.cli.options import Settings, settings_of
 from tierd.cli.roster_table import print_roster
 from tierd.errors import DaemonUnreachable, TierdError
 from tierd.format.ids import Run
-from tierd.format.node_file import ranks_text
 from tierd.lifecycle.policy import HOT
 from tierd.status.alarm import Severity
 from tierd.status.alarm_rules import alarms
@@ -280,8 +279,11 @@ def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None
         for tier, part in nodes.parts.items():
             print_result(f"  {tier:<10} {_newest(part)}, {part}")
         for tier, awaited in nodes.awaited.items():
-            of = f"step {awaited.step} waits for the parts of ranks {ranks_text(awaited.ranks)}"
-            print_result(f"  {tier:<10} {of} of {awaited.world_size}, of other nodes")
+            there = f"has {awaited.world_size - len(awaited.ranks)} of {awaited.world_size} nodes, and "
+            has = there if awaited.is_adopted is True else ""
+            print_result(
+                f"  {tier:<10} step {awaited.step} {has}waits for the parts of {awaited.whose}, of other nodes"
+            )
         if nodes.copied:
             print_result(f"  copy       {_newest(nodes.copied)}, {nodes.copied}, of another node")
         if nodes.roster is not UNSET and nodes.roster:
@@ -296,7 +298,7 @@ def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None
         steps = ", ".join(map(str, dict.fromkeys(run.unhealthy_steps)))  # a step may be of several generations
         print_result(f"  UNHEALTHY: step {steps}: numbers that are not finite, or a bad loss")
     nothing = "no tier here has a whole checkpoint; a restart of the run reads the parts of all nodes"
-    nothing = f"  {nothing}" if nodes and nodes.parts else "  nothing restorable"
+    nothing = f"  {nothing}" if nodes and nodes.parts and nodes.is_adopted is not True else "  nothing restorable"
     print_result(f"  get it back:  {_restore_command(run, settings)}" if newest else nothing)
     print_result("")
 

@@ -21,6 +21,12 @@ def watch_mistakes(watch: WatchConfig) -> Iterator[tuple[str, object, str]]:
         yield "marker", watch.marker, "a path in a checkpoint that is a folder"
     if watch.renamed and (watch.preset or watch.marker):
         yield "renamed", watch.renamed, "false with a preset or a marker"
+    if watch.nodes > 1 and not is_folder:
+        yield "nodes", watch.nodes, "1 where a checkpoint is a single file"
+    if watch.nodes > 1 and watch.node not in range(watch.nodes):
+        yield "node", watch.node, f"0 to {watch.nodes - 1}, here or in $SLURM_NODEID"
+    if watch.nodes == 1 and watch.node > 0:
+        yield "node", watch.node, "left out without nodes"
 
 
 def _pattern_problem(pattern: str) -> str:

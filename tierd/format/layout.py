@@ -7,6 +7,7 @@
 <run>/<step:012d>-g<generation:04d>/removed-milestone-<name>.json     a marker: that milestone counts no longer
 <run>/<step:012d>-g<generation:04d>/gone.json                         a marker: deleted, where it had node files
 <run>/<step:012d>-g<generation:04d>/healthy.json                      a marker: the verdict, or unhealthy.json
+<run>/<step:012d>-g<generation:04d>/head.json                         a marker: nodes adopt it together
 <run>/generation-0003.json                                            a marker: generation 3 is claimed
 .tierd-tier-<uuid>.json                                               a marker: the identity of the tier
 <run>/<step:012d>-g<generation:04d>/.<file>.damaged                   only in a directory: replaced by a repair
@@ -24,6 +25,7 @@ MANIFEST = "manifest.json"
 NODE_FILES_END = "node."  # sorts after the node files, the manifest and the tombstone, and before the shards
 GONE = "gone.json"  # a tombstone in a cold tier: the checkpoint is deleted, whatever else is in its folder
 HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
+HEAD = "head.json"  # in a cold tier: what node 0 of a watched run says about the whole checkpoint, before any part
 PARTIAL_SUFFIX = ".partial"  # a file being written; it is renamed when it is complete and durable
 LOCK = ".tierd.lock"
 KNOWN_TIERS = ".tierd-known"  # a folder of the hot directory: which place each cold tier is
@@ -75,12 +77,22 @@ def node_files(file_names: Iterable[str]) -> list[str]:
     return sorted(name for name in file_names if parse_node_file(name) is not None)
 
 
+def part_prefix(node: int) -> str:
+    """Of the names of the files that one node of several has adopted."""
+    return f"part-{node:05d}-"
+
+
 def checkpoint_prefix(checkpoint: CheckpointId) -> str:
     return file_key(checkpoint, "")
 
 
 def file_key(checkpoint: CheckpointId, name: str) -> str:
     return f"{checkpoint.run}/{checkpoint.name}/{name}"
+
+
+def step_prefix(run: Run, step: int) -> str:
+    """Of the keys of all checkpoints of this step, whatever their generation."""
+    return f"{run}/{step:012d}-g"
 
 
 def manifest_key(checkpoint: CheckpointId) -> str:
@@ -151,7 +163,7 @@ def diagnosis_key(checkpoint: CheckpointId, *, is_healthy: bool) -> str:
 
 def is_marker(file_name: str) -> bool:
     """Whether a file in a checkpoint's folder is a marker of it."""
-    return file_name in (HEALTHY, UNHEALTHY, GONE) or mark_of(file_name) is not None
+    return file_name in (HEALTHY, UNHEALTHY, GONE, HEAD) or mark_of(file_name) is not None
 
 
 def is_ours(file_name: str) -> bool:

@@ -46,7 +46,7 @@ class WatchClaim:
     def __init__(self, context: DaemonContext, run: Run, path: str) -> None:
         self._context, self._run = context, run
         # The same after a restart of the daemon: it goes on with its own generation.
-        self._number = hashlib.sha256("\0".join((context.config.daemon.node, path, run)).encode()).hexdigest()[:32]
+        self.number = hashlib.sha256("\0".join((context.config.daemon.node, path, run)).encode()).hexdigest()[:32]
         self._held: Generation | None = None
         self._beat_s = -BEAT_S
         self._standing: Standing | None = None
@@ -106,7 +106,7 @@ class WatchClaim:
     @property
     def _claim(self) -> Claim:
         claim = Claim.new(self._context.config.daemon.node, self._context.identities.hot)
-        return Claim(node=claim.node, claimed_by=claim.claimed_by, claim=self._number, hot=claim.hot)
+        return Claim(node=claim.node, claimed_by=claim.claimed_by, claim=self.number, hot=claim.hot)
 
     async def _holder(self, tier: Tier, generation: Generation) -> str:
         """The node whose claim is in the tier; empty if it is this one, whose claim is written again."""
