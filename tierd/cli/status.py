@@ -281,9 +281,8 @@ def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None
         for tier, awaited in nodes.awaited.items():
             there = f"has {awaited.world_size - len(awaited.ranks)} of {awaited.world_size} nodes, and "
             has = there if awaited.is_adopted is True else ""
-            print_result(
-                f"  {tier:<10} step {awaited.step} {has}waits for the parts of {awaited.whose}, of other nodes"
-            )
+            waits = f"step {awaited.step} {has}waits for the parts of {awaited.whose}"
+            print_result(f"  {tier:<10} {waits}, of other nodes")
         if nodes.copied:
             print_result(f"  copy       {_newest(nodes.copied)}, {nodes.copied}, of another node")
         if nodes.roster is not UNSET and nodes.roster:

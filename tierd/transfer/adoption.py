@@ -245,12 +245,18 @@ async def read_tree(tier: ReadableTier, manifest: Manifest, node: int | None = N
     return await asyncio.to_thread(adopted.decode_tree, raw, manifest, where=tier.name, node=node)
 
 
-def is_same_tree(stored: AdoptedTree, manifest: Manifest, tree: SourceTree, node: int | None = None) -> bool:
-    """Whether a checkpoint, or the part of `node`, was adopted from this tree, as far as sizes, modes and times
+def is_same_tree(stored: AdoptedTree, manifest: Manifest, tree: SourceTree) -> bool:
+    """Whether a checkpoint, or a node's part of it, was adopted from this tree, as far as sizes, modes and times
     show."""
     sizes = {entry.name: entry.size_bytes for entry in manifest.files}
     same_sizes = [sizes.get(entry.stored_as) for entry in stored.files] == [entry.size_bytes for entry in tree.files]
-    return same_sizes and msgspec.structs.replace(stored, name=tree.name) == tree.stored(node)
+    return same_sizes and _without_names(stored) == _without_names(tree.stored())
+
+
+def _without_names(tree: AdoptedTree) -> AdoptedTree:
+    """Without its own name, and those that its files have in a tier."""
+    entries = [msgspec.structs.replace(entry, stored_as="") for entry in tree.entries]
+    return msgspec.structs.replace(tree, name="", entries=entries)
 
 
 def was_saved_again(stored: AdoptedTree, tree: SourceTree, marker: str) -> bool:

@@ -12,7 +12,7 @@ from tierd.catalog.decisions import lost, waiting
 from tierd.catalog.entry import Entry
 from tierd.context import DaemonContext
 from tierd.errors import NotFound, TierdError, Transient
-from tierd.format.adopted import AdoptedTree
+from tierd.format.adopted import AdoptedTree, merged, nodes_of
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.layout import parse_key
 from tierd.transfer.adoption import is_same_tree, read_tree
@@ -55,8 +55,20 @@ class StoredCheckpoints:
         return self._trees[entry.id]
 
     async def is_same(self, entry: Entry, tree: SourceTree) -> bool:
-        """Whether the entry was adopted from this tree. Raises as `tree`."""
-        return is_same_tree(await self.tree(entry), entry.manifest, tree, self._node_of(entry))
+        """Whether the entry was adopted from this tree, or `tierd restore` has made it of the parts of all nodes. Raises
+        as `tree`."""
+        if is_same_tree(await self.tree(entry), entry.manifest, tree):
+            return True
+        nodes = nodes_of(entry.manifest) if entry.is_whole and self._node is not None else []
+        if len(nodes) < 2:
+            return False
+        tier = next(
+            tier for name, tier in self._context.tiers.items() if name in entry.tiers and not entry.is_part_in(name)
+        )
+        with suppress(TierdError):  # they may not fit together
+            trees = {node: await read_tree(tier, entry.manifest, node) for node in nodes if node is not None}
+            return is_same_tree(merged(trees, entry.manifest), entry.manifest, tree)
+        return False
 
     def _node_of(self, entry: Entry) -> int | None:
         """Whose tree of the entry is that of this node."""
@@ -72,4 +84,5 @@ class StoredCheckpoints:
         steps = {checkpoint.step for each in waiting(catalog, config).values() for checkpoint in each}
         gone = [each for tier in context.tiers for each in lost(catalog, config, tier)]
         gone += [each for _, key in catalog.foreign() if (each := parse_key(key)) is not None]
-        return steps | {each.step for each in gone if each.run == self._run}
+        steps |= {each.step for each in gone if each.run == self._run}
+        return set(steps)

@@ -1,0 +1,493 @@
+"""Nodes that adopt one checkpoint together, each from its own folder: node 0 announces it, and all parts agree."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.foreign import contents
+from tests.support.framework_saves import save_dcp_on, save_deepspeed_on
+from tests.support.rooms import Rooms, rooms_at
+from tierd.catalog.decisions import decisions
+from tierd.config.sections import ColdConfig, DaemonConfig, LifecycleConfig, TierPolicy, WatchConfig
+from tierd.errors import TierUnreachable
+from tierd.format import layout
+from tierd.format.adopted import merged
+from tierd.format.ids import CheckpointId, Run, checkpoint_id
+from tierd.format.manifest import ADOPTED, Manifest
+from tierd.format.node_file import NodeFile
+from tierd.format.signature import Keyring, new_key
+from tierd.lifecycle.policy import HOT, Action
+from tierd.tiers.tier import Tier
+from tierd.transfer.adopted_output import AdoptedOutput
+from tierd.transfer.adoption import read_tree
+from tierd.workers import announcements
+from tierd.workers.committer import LIST_MAX_S, Committer
+from tierd.workers.hot_space import no_room
+from tierd.workers.watcher import Watcher
+
+RUN = Run("ds")
+QUIET_S = 10.0
+SPREAD_S = announcements.SPREAD * QUIET_S
+
+
+class Node:
+    """A daemon's watcher, replicator and committer."""
+
+    def __init__(self, rooms: Rooms, watch: WatchConfig) -> None:
+        self.rooms, self.watch, self.number = rooms, watch, watch.node
+        self.out = Path(watch.path)
+        self.out.mkdir(exist_ok=True)
+        rooms.context.watched_nodes[RUN] = watch.node
+        self.restart()
+
+    def restart(self, **changes: object) -> None:
+        watch = msgspec.structs.replace(self.watch, **changes)
+        self.watcher = Watcher(self.rooms.context, watch, no_room, on_change=lambda: None)
+        self.committer = Committer(self.rooms.context, self.rooms.cold["cold"], rng=random.Random(self.number))
+        self.replicator = self.rooms.replicator()
+
+    @property
+    def parts(self) -> dict[int, tuple[int, int, str]]:
+        """By step: generation, sequence, and the claim of the parts in hot."""
+        parts = [entry.part for entry in reversed(self.rooms.catalog.entries(RUN)) if entry.part is not None]
+        assert all(part.ranks == [self.number] and part.kind == ADOPTED for part in parts)
+        return {part.step: (part.generation, part.sequence, part.claim) for part in parts}
+
+    @property
+    def waiting(self) -> str:
+        return "\n".join(self.watcher.report().waiting)
+
+    @property
+    def problems(self) -> str:
+        return "\n".join(self.watcher.report().problems)
+
+
+class Nodes:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.ahead_s = 10.0  # nothing was written just now
+        self.nodes: list[Node] = []
+
+    def now(self) -> datetime:
+        return datetime.now(UTC) + timedelta(seconds=self.ahead_s)
+
+    @property
+    def outs(self) -> list[Path]:
+        return [node.out for node in self.nodes]
+
+    @property
+    def cold(self) -> Tier:
+        return self.nodes[0].rooms.cold["cold"]
+
+    async def look(self, *nodes: Node, after_s: float = QUIET_S + 1) -> None:
+        """Passes that see what is new, and when nothing has changed for so long."""
+        for node in nodes or self.nodes:
+            await node.watcher.run_once()
+        self.now_s += after_s
+        for node in nodes or self.nodes:
+            await node.watcher.run_once()
+
+    async def send(self, *nodes: Node) -> None:
+        """Copy what is in hot, and commit what is complete."""
+        for node in nodes or self.nodes:
+            assert await node.replicator.run_once()
+        for node in nodes or self.nodes:
+            await node.committer.run_once()
+        self.now_s += 10
+        for node in nodes or self.nodes:
+            await node.committer.run_once()
+
+    async def committed(self) -> list[tuple[int, int, int]]:
+        """(step, generation, sequence) of what is whole in cold."""
+        listing = await self.cold.listing(f"{RUN}/")
+        manifests = [await self.cold.manifest(checkpoint) for checkpoint in listing.committed]
+        return sorted((each.step, each.generation, each.sequence) for each in manifests)
+
+    async def given_back(self, checkpoint: CheckpointId, root: Path, node: int | None = None) -> Path:
+        """What `tierd restore` makes of the files in cold."""
+        manifest = await self.cold.manifest(checkpoint)
+        numbers = range(len(self.nodes)) if node is None else [node]
+        trees = {number: await read_tree(self.cold, manifest, number) for number in numbers}
+        shutil.copytree(self.nodes[0].rooms.folder("cold", checkpoint), root / "stored")
+        return await asyncio.to_thread(AdoptedOutput(merged(trees, manifest), root / "stored", root / "built").build)
+
+
+@asynccontextmanager
+async def made(
+    root: Path, count: int, *, preset: str, keyring: Keyring | None = None, lifecycle: LifecycleConfig | None = None
+) -> AsyncIterator[Nodes]:
+    nodes = Nodes()
+    cold = (ColdConfig(name="cold", url=f"file://{root / 'cold'}"),)
+    async with AsyncExitStack() as stack:
+        for number in range(count):
+            clocks = {"monotonic_s": lambda: nodes.now_s, "now": nodes.now}
+            daemon = DaemonConfig(node=f"host-{number}")
+            sections = {"cold": cold, "daemon": daemon, "keyring": keyring, "lifecycle": lifecycle or LifecycleConfig()}
+            rooms = await stack.enter_async_context(rooms_at(root / f"{number}", clocks=clocks, **sections))
+            await rooms.list_tiers()
+            path = str(root / f"out-{number}")
+            watch = WatchConfig(
+                path=path,
+                run=RUN,
+                preset=preset,  # pyright: ignore[reportArgumentType]
+                quiet_s=QUIET_S,
+                nodes=count,
+                node=number,
+            )
+            nodes.nodes.append(Node(rooms, watch))
+        yield nodes
+        for node in nodes.nodes:
+            await node.watcher.close()
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
+    async with made(tmp_path, 3, preset="deepspeed") as found:
+        yield found
+
+
+def shift(folders: Sequence[Path], seconds: float) -> None:
+    """As if all had been written so much later."""
+    paths = [each for folder in folders for each in [*folder.rglob("*"), folder, folder.parent / "latest"]]
+    for path in [path for path in paths if path.exists()]:
+        about = path.stat()
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + int(seconds * 1e9)))
+
+
+async def test_the_parts_of_all_nodes_agree_and_become_one_checkpoint(nodes: Nodes, tmp_path: Path) -> None:
+    folders = save_deepspeed_on(nodes.outs, 10)
+    before = [contents(folder) for folder in folders]
+    await nodes.look()
+    (first, *others) = [node.parts for node in nodes.nodes]
+    assert first.keys() == {10}
+    assert first[10][:2] == (1, 1)
+    assert others == [first, first]
+    assert [contents(folder) for folder in folders] == before, "nothing of the framework's is touched"
+    assert await nodes.committed() == []
+    await nodes.send()
+    assert await nodes.committed() == [(10, 1, 1)]
+    manifest = await nodes.cold.manifest(checkpoint_id(RUN, 10, 1))
+    assert type(manifest) is Manifest
+    assert (manifest.kind, manifest.world_size) == (ADOPTED, 3)
+    for number, content in enumerate(before):
+        built = await nodes.given_back(manifest.id, tmp_path / f"back-{number}", number)
+        assert contents(built) == content
+    built = await nodes.given_back(manifest.id, tmp_path / "back")
+    assert {path for folder in before for path in folder} == contents(built).keys()
+    for content in before:
+        for path, (mode, raw, _) in content.items():
+            assert contents(built)[path][:2] == (mode, raw)
+
+
+async def test_a_node_adopts_nothing_before_node_0_has_announced_it(nodes: Nodes) -> None:
+    home, other, _ = nodes.nodes
+    save_deepspeed_on(nodes.outs, 10)
+    await nodes.look(other)
+    assert other.parts == {}
+    assert "global_step10: node 0 has not announced step 10 yet: its daemon must run" in other.waiting
+    assert other.problems == ""
+    await nodes.look(home)
+    await nodes.look(other)
+    assert other.parts == home.parts != {}
+
+
+async def test_a_node_without_its_part_keeps_the_checkpoint_from_counting(nodes: Nodes) -> None:
+    home, other, late = nodes.nodes
+    save_deepspeed_on(nodes.outs, 10)
+    await nodes.look(home, other)
+    await nodes.send(home, other)
+    for _ in range(3):
+        nodes.now_s += LIST_MAX_S
+        await nodes.send(home, other)
+    assert await nodes.committed() == []
+    assert home.rooms.catalog.awaited == {"cold": {RUN: (checkpoint_id(RUN, 10, 1), [2])}}
+    assert other.rooms.catalog.awaited == home.rooms.catalog.awaited
+    await home.rooms.list_tiers()
+    (sent,) = home.rooms.catalog.sent().values()
+    assert str(sent) == "the parts of 2 of 3 nodes, without nodes 2"
+    await nodes.look(late)
+    await nodes.send()
+    nodes.now_s += LIST_MAX_S  # home looks less often the longer it waits
+    await nodes.send()
+    assert await nodes.committed() == [(10, 1, 1)]
+
+
+async def test_another_node_commits_when_the_daemon_of_node_0_is_gone(nodes: Nodes) -> None:
+    home, other, late = nodes.nodes
+    save_deepspeed_on(nodes.outs, 10)
+    await nodes.look()
+    assert await home.replicator.run_once()
+    await nodes.send(other, late)
+    for _ in range(200):
+        nodes.now_s += 1
+        await other.committer.run_once()
+    assert await nodes.committed() == [(10, 1, 1)]
+
+
+async def test_of_dcp_the_announcement_shows_that_the_files_of_a_node_are_complete(tmp_path: Path) -> None:
+    async with made(tmp_path, 2, preset="dcp") as nodes:
+        home, other = nodes.nodes
+        folders = save_dcp_on(nodes.outs, 10)
+        (folders[0] / ".metadata").rename(folders[0] / ".metadata.tmp")
+        await nodes.look()
+        assert home.parts == other.parts == {}
+        assert ".metadata is not there yet" in home.waiting
+        assert "node 0 has not announced step 10 yet" in other.waiting
+        (folders[0] / ".metadata.tmp").rename(folders[0] / ".metadata")
+        shift(folders[1:], -1000)  # a slow node was the last of all
+        await nodes.look()
+        await nodes.look()
+        await nodes.send()
+        assert await nodes.committed() == [(10, 1, 1)]
+        folders = save_dcp_on(nodes.outs, 20)
+        shift(folders[1:], SPREAD_S + 5)
+        await nodes.look()
+        assert list(other.parts) == [10]
+        assert "65 s later than on node 0, so it may be another save of step 20" in other.waiting
+
+
+async def test_of_deepspeed_each_node_needs_latest(nodes: Nodes) -> None:
+    save_deepspeed_on(nodes.outs, 10)
+    other = nodes.nodes[1]
+    (other.out / "latest").unlink()
+    await nodes.look()
+    await nodes.look(other)
+    assert other.parts == {}
+    assert "global_step10: latest does not name it" in other.waiting
+
+
+async def test_a_step_that_is_saved_again_is_in_a_new_generation_on_all_nodes(nodes: Nodes) -> None:
+    home, other, late = nodes.nodes
+    save_deepspeed_on(nodes.outs, 10)
+    await nodes.look(home, other)
+    await nodes.send(home, other)
+    shift(save_deepspeed_on(nodes.outs, 10), SPREAD_S + 30)  # the training has gone back
+    nodes.ahead_s += SPREAD_S + 30
+    await nodes.look(other)
+    assert "it was saved again here, and node 0 has not announced that for step 10 yet" in other.waiting
+    await nodes.look(late)
+    assert late.parts == {}, "this is another save than the one that node 0 has announced"
+    assert "s later than on node 0, so it may be another save of step 10" in late.waiting
+    await nodes.look(home)
+    nodes.now_s += 60
+    await nodes.look()
+    await nodes.send()
+    assert [node.parts[10][:2] for node in nodes.nodes] == [(2, 2)] * 3
+    assert await nodes.committed() == [(10, 2, 2)]
+    assert [node.problems for node in nodes.nodes] == ["", "", ""]
+
+
+@pytest.mark.parametrize("seconds", [-SPREAD_S - 5, SPREAD_S + 5])
+async def test_a_part_that_was_written_at_another_time_is_not_taken_for_the_same_save(
+    nodes: Nodes, seconds: float
+) -> None:
+    folders = save_deepspeed_on(nodes.outs, 10)
+    shift(folders[1:2], seconds)
+    nodes.ahead_s += 2 * SPREAD_S
+    await nodes.look()
+    await nodes.look()
+    assert [list(node.parts) for node in nodes.nodes] == [[10], [], [10]]
+    assert f"65 s {'later' if seconds > 0 else 'earlier'} than on node 0" in nodes.nodes[1].waiting
+    assert "within 60 s, 6 times quiet_s" in nodes.nodes[1].waiting
+
+
+async def test_killed_after_the_announcement_node_0_goes_on_with_the_same_head(nodes: Nodes) -> None:
+    home, other, _ = nodes.nodes
+    save_deepspeed_on(nodes.outs, 10)
+
+    async def dies(*_: object) -> None:
+        raise TierUnreachable("killed")
+
+    home.watcher._adopter.adopt = dies  # pyright: ignore[reportAttributeAccessIssue]
+    await nodes.look()
+    assert home.parts == {}
+    assert other.parts[10][:2] == (1, 1)
+    home.restart()
+    await nodes.look()
+    assert home.parts == other.parts
+    await nodes.send()
+    assert await nodes.committed() == [(10, 1, 1)]
+
+
+async def test_nodes_with_different_numbers_are_named(nodes: Nodes) -> None:
+    other = nodes.nodes[1]
+    other.restart(nodes=4)
+    save_deepspeed_on(nodes.outs, 10)
+    await nodes.look()
+    assert other.parts == {}
+    assert "node 0 has announced ds/000000000010-g0001 of 3 nodes, and watch.nodes is 4 here" in other.problems
+
+
+async def test_two_daemons_as_node_0_are_named(nodes: Nodes) -> None:
+    home, second, _ = nodes.nodes
+    second.restart(node=0)
+    save_deepspeed_on(nodes.outs, 10)
+    await nodes.look()
+    assert list(home.parts) == [10]
+    assert "host-0 is node 0 of ds, as its claim in the cold tiers says" in second.waiting
+
+
+async def test_without_a_cold_tier_nothing_is_announced_and_it_is_a_problem(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, other, _ = nodes.nodes
+    save_deepspeed_on(nodes.outs, 10)
+
+    async def fails(*_: object, **__: object) -> None:
+        raise TierUnreachable("list cold: no answer")
+
+    with monkeypatch.context() as broken:
+        for node in nodes.nodes:
+            broken.setattr(type(node.rooms.cold["cold"].store), "list", fails)
+            await nodes.look(node)
+            assert node.parts == {}
+            assert "no answer" in node.problems
+    nodes.now_s += 400
+    await nodes.look()
+    await nodes.look()
+    assert other.parts == home.parts != {}
+    assert [node.problems for node in nodes.nodes] == ["", "", ""]
+
+
+async def test_a_node_looks_seldom_for_what_node_0_does_not_announce(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = nodes.nodes[1]
+    asked: list[str] = []
+    listing = Tier.listing
+
+    async def counted(tier: Tier, prefix: str = "", **keys: str) -> object:
+        asked.append(prefix)
+        return await listing(tier, prefix, **keys)
+
+    save_deepspeed_on(nodes.outs, 10)
+    monkeypatch.setattr(Tier, "listing", counted)
+    for _ in range(100):
+        await nodes.look(other, after_s=10)
+    assert 15 < asked.count("ds/000000000010-g") < 60
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+async def test_a_forged_head_leads_no_node_into_another_generation(tmp_path: Path, is_signed: bool) -> None:
+    keyring = Keyring([new_key()]) if is_signed else None
+    async with made(tmp_path, 2, preset="deepspeed", keyring=keyring) as nodes:
+        save_deepspeed_on(nodes.outs, 10)
+        await nodes.look(nodes.nodes[0])
+        true = checkpoint_id(RUN, 10, 1)
+        raw = await nodes.cold.store.get_bytes(layout.file_key(true, layout.HEAD), size_max=1 << 16)
+        forged = checkpoint_id(RUN, 10, 2 if is_signed else 40_000_000)
+        content = msgspec.json.decode(raw) | {"generation": forged.generation}
+        await nodes.cold.store.put_bytes(layout.file_key(forged, layout.HEAD), msgspec.json.encode(content))
+        await nodes.look(nodes.nodes[1])
+        assert nodes.nodes[1].parts == nodes.nodes[0].parts
+        await nodes.send()
+        assert await nodes.committed() == [(10, 1, 1)]
+
+
+async def test_a_head_that_cannot_be_read_is_a_problem(nodes: Nodes) -> None:
+    save_deepspeed_on(nodes.outs, 10)
+    key = layout.file_key(checkpoint_id(RUN, 10, 1), layout.HEAD)
+    await nodes.cold.store.put_bytes(key, b"{}")
+    await nodes.look()
+    assert [node.parts for node in nodes.nodes] == [{}, {}, {}]
+    assert all("decode the head of ds/000000000010-g0001 in cold" in node.problems for node in nodes.nodes)
+
+
+async def test_what_was_deleted_in_cold_is_announced_in_the_next_generation(nodes: Nodes) -> None:
+    await nodes.cold.bury(checkpoint_id(RUN, 10, 1))
+    save_deepspeed_on(nodes.outs, 10)
+    await nodes.look()
+    assert [node.parts[10][:2] for node in nodes.nodes] == [(2, 1)] * 3
+
+
+async def test_a_restart_and_empty_disks_adopt_nothing_twice(nodes: Nodes, tmp_path: Path) -> None:
+    for step in (10, 20):
+        save_deepspeed_on(nodes.outs, step)
+        await nodes.look()
+        await nodes.send()
+    for node in nodes.nodes:
+        await node.watcher.close()
+        node.restart()
+    await nodes.look()
+    assert [list(node.parts) for node in nodes.nodes] == [[10, 20]] * 3
+    whole = await nodes.given_back(checkpoint_id(RUN, 20, 1), tmp_path / "back")
+    for node in nodes.nodes:
+        shutil.rmtree(node.out / "global_step20")
+        shutil.copytree(whole, node.out / "global_step20")
+        for checkpoint in (checkpoint_id(RUN, 10, 1), checkpoint_id(RUN, 20, 1)):
+            await node.rooms.hot.delete(checkpoint)
+        await node.rooms.list_tiers()
+        await node.watcher.close()
+        node.restart()
+    await nodes.look()
+    assert [node.parts for node in nodes.nodes] == [{}, {}, {}]
+    assert [node.problems for node in nodes.nodes] == ["", "", ""]
+    save_deepspeed_on(nodes.outs, 30)
+    await nodes.look()
+    await nodes.send()
+    assert await nodes.committed() == [(10, 1, 1), (20, 1, 2), (30, 1, 3)]
+
+
+async def test_what_never_became_whole_is_deleted_by_node_0_alone_and_leaves_hot_by_the_policy(tmp_path: Path) -> None:
+    policy = LifecycleConfig(hot=TierPolicy(keep_last=1))
+    async with made(tmp_path, 2, preset="deepspeed", lifecycle=policy) as nodes:
+        home, other = nodes.nodes
+        save_deepspeed_on(nodes.outs, 10)
+        await nodes.look(home)
+        await nodes.send(home)
+        for step in (20, 30):
+            shutil.rmtree(other.out, ignore_errors=True)
+            other.out.mkdir()
+            save_deepspeed_on(nodes.outs, step)
+            await nodes.look()
+            await nodes.send()
+        assert [step for step, _, _ in await nodes.committed()] == [20, 30]
+        lost = checkpoint_id(RUN, 10, 1)
+
+        async def sweep(*swept: Node) -> set[str]:
+            for node in swept:
+                await node.rooms.list_tiers()
+                node.replicator = node.rooms.replicator()
+                assert await node.replicator.run_once()
+            listing = await nodes.cold.listing(layout.checkpoint_prefix(lost))
+            return set(listing.files.get(lost, ()))
+
+        make_old(home.rooms.folder("cold", lost))
+        assert layout.GONE not in await sweep(other)
+        assert layout.GONE in await sweep(home)
+        make_old(home.rooms.folder("cold", lost))
+        assert await sweep(home) == set()
+        (decision,) = [
+            each
+            for each in decisions(home.rooms.catalog, home.rooms.config)
+            if (each.checkpoint, each.tier) == (lost, HOT)
+        ]
+        assert decision.action in (Action.EVICT, Action.EXPIRE)
+
+
+def make_old(folder: Path) -> None:
+    for path in folder.iterdir():
+        os.utime(path, (1e9, 1e9))
+
+
+async def test_only_node_0_deletes_in_cold(nodes: Nodes) -> None:
+    assert [node.rooms.context.is_home(RUN) for node in nodes.nodes] == [True, False, False]
+
+
+async def test_a_part_with_a_wrong_node_file_is_refused(nodes: Nodes) -> None:
+    save_deepspeed_on(nodes.outs, 10)
+    await nodes.look()
+    part = nodes.nodes[1].rooms.catalog.entries(RUN)[0].part
+    assert isinstance(part, NodeFile)
+    assert part.files[0].name == "part-00001-adopted.json"
+    assert all(entry.name.startswith("part-00001-") for entry in part.files)
