@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from tierd.tiers.tier import Tier
 from tierd.transfer.adopted_output import AdoptedOutput
 from tierd.transfer.adoption import read_tree
 from tierd.workers import announcements
+from tierd.workers.adopter import Adopter
 from tierd.workers.committer import LIST_MAX_S, Committer
 from tierd.workers.hot_space import no_room
 from tierd.workers.watcher import Watcher
@@ -125,15 +126,18 @@ class Nodes:
 @asynccontextmanager
 async def made(
     root: Path, count: int, *, preset: str, keyring: Keyring | None = None, lifecycle: LifecycleConfig | None = None
-) -> AsyncIterator[Nodes]:
+) -> AsyncGenerator[Nodes]:
     nodes = Nodes()
     cold = (ColdConfig(name="cold", url=f"file://{root / 'cold'}"),)
     async with AsyncExitStack() as stack:
         for number in range(count):
             clocks = {"monotonic_s": lambda: nodes.now_s, "now": nodes.now}
             daemon = DaemonConfig(node=f"host-{number}")
-            sections = {"cold": cold, "daemon": daemon, "keyring": keyring, "lifecycle": lifecycle or LifecycleConfig()}
-            rooms = await stack.enter_async_context(rooms_at(root / f"{number}", clocks=clocks, **sections))
+            policy = lifecycle or LifecycleConfig()
+            opened = rooms_at(
+                root / f"{number}", keyring=keyring, clocks=clocks, cold=cold, daemon=daemon, lifecycle=policy
+            )
+            rooms = await stack.enter_async_context(opened)
             await rooms.list_tiers()
             path = str(root / f"out-{number}")
             watch = WatchConfig(
@@ -301,16 +305,20 @@ async def test_a_part_that_was_written_at_another_time_is_not_taken_for_the_same
     assert "within 60 s, 6 times quiet_s" in nodes.nodes[1].waiting
 
 
-async def test_killed_after_the_announcement_node_0_goes_on_with_the_same_head(nodes: Nodes) -> None:
+async def test_killed_after_the_announcement_node_0_goes_on_with_the_same_head(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home, other, _ = nodes.nodes
     save_deepspeed_on(nodes.outs, 10)
 
     async def dies(*_: object) -> None:
         raise TierUnreachable("killed")
 
-    home.watcher._adopter.adopt = dies  # pyright: ignore[reportAttributeAccessIssue]
-    await nodes.look()
+    with monkeypatch.context() as killed:
+        killed.setattr(Adopter, "adopt", dies)
+        await nodes.look(home)
     assert home.parts == {}
+    await nodes.look(*nodes.nodes[1:])
     assert other.parts[10][:2] == (1, 1)
     home.restart()
     await nodes.look()

@@ -23,6 +23,7 @@ from tierd.cli.options import Settings, settings_of
 from tierd.cli.roster_table import print_roster
 from tierd.errors import DaemonUnreachable, TierdError
 from tierd.format.ids import Run
+from tierd.format.node_file import ranks_text
 from tierd.lifecycle.policy import HOT
 from tierd.status.alarm import Severity
 from tierd.status.alarm_rules import alarms
@@ -189,7 +190,9 @@ def _print(report: StatusReport, settings: Settings) -> None:
 
 
 def _print_watch(watch: WatchReport) -> None:
-    parts = [f"watch {watch.path} ({watch.preset}) for {watch.run}: {watch.adopted} adopted since the daemon's start"]
+    node = f", node {watch.node} of {watch.nodes}" if watch.nodes > 1 else ""
+    what = f"watch {watch.path} ({watch.preset}) for {watch.run}{node}"
+    parts = [f"{what}: {watch.adopted} adopted since the daemon's start"]
     parts += [] if watch.newest_step is None else [f"the newest of step {watch.newest_step}"]
     parts += [f"{watch.pending} complete and not adopted yet"] if watch.pending else []
     parts += [f"polled: {watch.polled_because}"] if watch.is_there and watch.polled_because else []
@@ -279,10 +282,7 @@ def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None
         for tier, part in nodes.parts.items():
             print_result(f"  {tier:<10} {_newest(part)}, {part}")
         for tier, awaited in nodes.awaited.items():
-            there = f"has {awaited.world_size - len(awaited.ranks)} of {awaited.world_size} nodes, and "
-            has = there if awaited.is_adopted is True else ""
-            waits = f"step {awaited.step} {has}waits for the parts of {awaited.whose}"
-            print_result(f"  {tier:<10} {waits}, of other nodes")
+            print_result(f"  {tier:<10} step {awaited.step} {_awaited(awaited)}")
         if nodes.copied:
             print_result(f"  copy       {_newest(nodes.copied)}, {nodes.copied}, of another node")
         if nodes.roster is not UNSET and nodes.roster:
@@ -317,6 +317,13 @@ def _risk(risk: RiskReport, *, on_hot_disk: bool) -> str:
 def _newest(checkpoint: NewestCheckpoint | NewestPart) -> str:
     age = "" if checkpoint.age_s is None else f"{duration(checkpoint.age_s)} ago"
     return f"step {checkpoint.step:<10} generation {checkpoint.generation:<6} {age}"
+
+
+def _awaited(awaited: NewestPart) -> str:
+    if awaited.is_adopted is True:
+        there, count = awaited.world_size - len(awaited.ranks), awaited.world_size
+        return f"has the parts of {there} of {count} nodes; missing: {ranks_text(awaited.ranks)}"
+    return f"waits for the parts of {awaited.whose}, of other nodes"
 
 
 def _restore_command(run: RunReport, settings: Settings) -> str:

@@ -55,8 +55,8 @@ class StoredCheckpoints:
         return self._trees[entry.id]
 
     async def is_same(self, entry: Entry, tree: SourceTree) -> bool:
-        """Whether the entry was adopted from this tree, or `tierd restore` has made it of the parts of all nodes. Raises
-        as `tree`."""
+        """Whether the entry was adopted from this tree, or this is what `tierd restore` makes of the parts of all
+        nodes. Raises as `tree`."""
         if is_same_tree(await self.tree(entry), entry.manifest, tree):
             return True
         nodes = nodes_of(entry.manifest) if entry.is_whole and self._node is not None else []

@@ -379,4 +379,6 @@ class Watcher:
             waiting=lines(waiting_lines),
             notes=lines([*self._findings.note_lines(), *left_alone]),
             problems=self._findings.problem_lines(),
+            nodes=self._watch.nodes,
+            node=max(self._watch.node, 0),
         )
