@@ -147,5 +147,8 @@ def test_ls_show_diff_and_fork_say_what_it_is(house: House, tmp_path: Path) -> N
     (row,) = house.json("ls")
     assert (row["step"], row["tiers"]) == (500, ["cold"])
     assert house.json("show", "ds")["manifest"]["world_size"] == 2
+    assert "nodes         2\n" in house.tierd("show", "ds").stdout
     for command in (("diff", "ds/500", "ds/500"), ("fork", "--run", "ds", "--step", "500", "--as", "b")):
-        assert "Traceback" not in house.tierd(*command).output
+        result = house.tierd(*command)
+        assert result.exit_code == 2
+        assert "another program wrote it" in result.stderr

@@ -18,13 +18,12 @@ from tests.support.foreign import contents
 from tests.support.framework_saves import save_dcp_on, save_deepspeed_on
 from tests.support.rooms import Rooms, rooms_at
 from tierd.catalog.decisions import decisions
-from tierd.config.sections import ColdConfig, DaemonConfig, LifecycleConfig, TierPolicy, WatchConfig
+from tierd.config.sections import ColdConfig, ColdPolicy, DaemonConfig, LifecycleConfig, TierPolicy, WatchConfig
 from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.adopted import merged
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.manifest import ADOPTED, Manifest
-from tierd.format.node_file import NodeFile
 from tierd.format.signature import Keyring, new_key
 from tierd.lifecycle.policy import HOT, Action
 from tierd.tiers.tier import Tier
@@ -34,6 +33,8 @@ from tierd.workers import announcements
 from tierd.workers.adopter import Adopter
 from tierd.workers.committer import LIST_MAX_S, Committer
 from tierd.workers.hot_space import no_room
+from tierd.workers.reaper import Reaper
+from tierd.workers.watch_claim import BEAT_S
 from tierd.workers.watcher import Watcher
 
 RUN = Run("ds")
@@ -336,13 +337,21 @@ async def test_nodes_with_different_numbers_are_named(nodes: Nodes) -> None:
     assert "node 0 has announced ds/000000000010-g0001 of 3 nodes, and watch.nodes is 4 here" in other.problems
 
 
-async def test_two_daemons_as_node_0_are_named(nodes: Nodes) -> None:
-    home, second, _ = nodes.nodes
-    second.restart(node=0)
+async def test_the_daemon_that_was_started_last_as_node_0_is_node_0(nodes: Nodes) -> None:
+    former, home, other = nodes.nodes
     save_deepspeed_on(nodes.outs, 10)
-    await nodes.look()
-    assert list(home.parts) == [10]
-    assert "host-0 is node 0 of ds, as its claim in the cold tiers says" in second.waiting
+    await nodes.look(former, other)
+    home.number = 0
+    home.restart(node=0)
+    shift(save_deepspeed_on(nodes.outs, 20), 1)
+    await nodes.look(home)
+    assert home.parts[20][0] == 2
+    nodes.now_s += BEAT_S
+    await nodes.look(former)
+    assert list(former.parts) == [10]
+    assert "global_step20: host-1 is node 0 of ds since generation 2" in former.waiting
+    await nodes.look(other)
+    assert {step: part[0] for step, part in other.parts.items()} == {10: 1, 20: 2}
 
 
 async def test_without_a_cold_tier_nothing_is_announced_and_it_is_a_problem(
@@ -492,10 +501,22 @@ async def test_only_node_0_deletes_in_cold(nodes: Nodes) -> None:
     assert [node.rooms.context.is_home(RUN) for node in nodes.nodes] == [True, False, False]
 
 
-async def test_a_part_with_a_wrong_node_file_is_refused(nodes: Nodes) -> None:
-    save_deepspeed_on(nodes.outs, 10)
-    await nodes.look()
-    part = nodes.nodes[1].rooms.catalog.entries(RUN)[0].part
-    assert isinstance(part, NodeFile)
-    assert part.files[0].name == "part-00001-adopted.json"
-    assert all(entry.name.startswith("part-00001-") for entry in part.files)
+async def test_what_the_policies_keep_is_deleted_in_hot_by_each_node_and_in_cold_by_node_0(tmp_path: Path) -> None:
+    policy = LifecycleConfig(hot=TierPolicy(keep_last=1), cold=ColdPolicy(keep_last=2, keep_every=0))
+    async with made(tmp_path, 2, preset="deepspeed", lifecycle=policy) as nodes:
+        for step in (10, 20, 30):
+            save_deepspeed_on(nodes.outs, step)
+            await nodes.look()
+            await nodes.send()
+        home, other = nodes.nodes
+        assert await Reaper(other.rooms.context).run_once()
+        assert list(other.parts) == [30]
+        assert [step for step, _, _ in await nodes.committed()] == [10, 20, 30]
+        assert await Reaper(home.rooms.context).run_once()
+        assert list(home.parts) == [30]
+        assert [step for step, _, _ in await nodes.committed()] == [20, 30]
+        for node in nodes.nodes:
+            await node.rooms.list_tiers()
+            assert not node.rooms.incidents.recent()
+        await nodes.look()
+        assert [list(node.parts) for node in nodes.nodes] == [[30], [30]]

@@ -78,7 +78,7 @@ def _print(report: CheckpointReport, noted: NotedCheckpoint) -> None:
         "sequence": f"{manifest.sequence}, counted from 1 in its run",
         "created": f"{manifest.created_at}, {age(manifest.created_at)} ago",
         "kind": manifest.kind,
-        "ranks": manifest.world_size,
+        "nodes" if manifest.is_adopted and manifest.world_size > 1 else "ranks": manifest.world_size,
         "size": f"{size(manifest.size_bytes)} in {len(manifest.files)} files",
         "metrics": metrics_line(manifest.metrics) or "-",
         "tiers": ", ".join(report.tiers) or "none has it whole",

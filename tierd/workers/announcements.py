@@ -103,7 +103,7 @@ class Announcements:
         while True:
             standing = await self._claim.standing(least=least)
             if standing.holder:
-                return f"{standing.holder} is node 0 of {run}, as its claim in the cold tiers says"
+                return f"{standing.holder} is node 0 of {run} since generation {standing.generation}"
             checkpoint = adopted_id(context.catalog, run, step, standing.generation, is_lenient=True)
             announced = await self._announced(checkpoint, tree)
             if announced is not None:

@@ -53,7 +53,7 @@ class Watcher:
         """`on_change`: called on the event loop when a pass should begin."""
         self._context, self._watch = context, watch
         self.run: Run = check_run(watch.run)
-        self.claim = WatchClaim(context, self.run, watch.path)
+        self.claim = WatchClaim(context, self.run, watch.path, is_node_0=watch.nodes > 1)
         self.interval_s = self._poll_s = context.config.limits.reconcile_interval_s
         self._path, self._preset = Path(watch.path), preset_of(watch)
         timeout_s = 2 * context.config.limits.request_timeout_s
