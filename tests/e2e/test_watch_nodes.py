@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.support.daemon import Daemon
 from tests.support.foreign import contents
 from tests.support.framework_saves import archive, save_deepspeed_on
@@ -114,5 +116,43 @@ def test_the_folders_of_all_nodes_are_one_checkpoint_that_comes_back_on_empty_di
         assert not (tmp_path / "refused").exists()
         assert cluster.restore(tmp_path / "alone", "--node", "2") == ""
         assert contents(tmp_path / "alone") == contents(cluster.outs[2] / "global_step40")
+    finally:
+        cluster.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "failpoint"),
+    [
+        *(
+            (0, name)
+            for name in ("watch.announce", "watch.announced", "adopt.commit", "cold.node_file", "cold.assemble")
+        ),
+        *((2, name) for name in ("adopt.commit", "adopt.committed", "cold.node_file", "cold.part_sent")),
+    ],
+)
+@pytest.mark.long
+def test_a_daemon_killed_at_any_instant_goes_on_and_the_checkpoint_becomes_whole(
+    tmp_path: Path, number: int, failpoint: str
+) -> None:
+    cluster = Cluster(tmp_path)
+    dies = cluster.daemons[number]
+    try:
+        for daemon in cluster.daemons:
+            if daemon is not dies:
+                daemon.start()
+        folders = save_deepspeed_on(cluster.outs, 10)
+        dies.restart_armed(f"{failpoint}=kill@1")
+        assert dies.wait_exit() != 0
+        dies.restart_armed("")
+        for daemon in cluster.daemons:
+            wait_until(lambda daemon=daemon: daemon.steps("cold") == [10], "the whole checkpoint")
+        assert [(row["step"], row["generation"]) for row in dies.json("ls", "--run", "ds")] == [(10, 1)]
+        for node_number, folder in enumerate(folders):
+            to = tmp_path / f"back-{node_number}"
+            assert cluster.restore(to, "--node", str(node_number)) == ""
+            assert contents(to) == contents(folder)
+        save_deepspeed_on(cluster.outs, 20)
+        wait_until(lambda: dies.steps("cold") == [10, 20], "the next one")
+        assert [daemon.status()["watches"][0]["problems"] for daemon in cluster.daemons] == [[], [], []]
     finally:
         cluster.kill()

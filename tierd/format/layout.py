@@ -7,7 +7,6 @@
 <run>/<step:012d>-g<generation:04d>/removed-milestone-<name>.json     a marker: that milestone counts no longer
 <run>/<step:012d>-g<generation:04d>/gone.json                         a marker: deleted, where it had node files
 <run>/<step:012d>-g<generation:04d>/healthy.json                      a marker: the verdict, or unhealthy.json
-<run>/<step:012d>-g<generation:04d>/head.json                         a marker: nodes adopt it together
 <run>/generation-0003.json                                            a marker: generation 3 is claimed
 .tierd-tier-<uuid>.json                                               a marker: the identity of the tier
 <run>/<step:012d>-g<generation:04d>/.<file>.damaged                   only in a directory: replaced by a repair
@@ -25,7 +24,7 @@ MANIFEST = "manifest.json"
 NODE_FILES_END = "node."  # sorts after the node files, the manifest and the tombstone, and before the shards
 GONE = "gone.json"  # a tombstone in a cold tier: the checkpoint is deleted, whatever else is in its folder
 HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
-HEAD = "head.json"  # in a cold tier: what node 0 of a watched run says about the whole checkpoint, before any part
+HEAD = "head.json"  # a marker in a cold tier: what node 0 of a watched run says of the checkpoint, before any part
 PARTIAL_SUFFIX = ".partial"  # a file being written; it is renamed when it is complete and durable
 LOCK = ".tierd.lock"
 KNOWN_TIERS = ".tierd-known"  # a folder of the hot directory: which place each cold tier is
