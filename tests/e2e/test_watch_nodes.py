@@ -70,6 +70,7 @@ def merged(folders: list[Path], to: Path) -> Path:
     return to
 
 
+@pytest.mark.long
 def test_the_folders_of_all_nodes_are_one_checkpoint_that_comes_back_on_empty_disks(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     home, _, late = cluster.daemons

@@ -302,7 +302,9 @@ async def test_a_part_that_was_written_at_another_time_is_not_taken_for_the_same
     await nodes.look()
     await nodes.look()
     assert [list(node.parts) for node in nodes.nodes] == [[10], [], [10]]
-    assert f"65 s {'later' if seconds > 0 else 'earlier'} than on node 0" in nodes.nodes[1].waiting
+    for _ in range(5):  # also while it is not looked for again
+        await nodes.nodes[1].watcher.run_once()
+        assert f"65 s {'later' if seconds > 0 else 'earlier'} than on node 0" in nodes.nodes[1].waiting
     assert "within 60 s, 6 times quiet_s" in nodes.nodes[1].waiting
 
 
@@ -418,6 +420,16 @@ async def test_a_head_that_cannot_be_read_is_a_problem(nodes: Nodes) -> None:
     await nodes.look()
     assert [node.parts for node in nodes.nodes] == [{}, {}, {}]
     assert all("decode the head of ds/000000000010-g0001 in cold" in node.problems for node in nodes.nodes)
+
+
+async def test_heads_of_other_saves_lead_node_0_only_a_few_generations_further(nodes: Nodes) -> None:
+    save_deepspeed_on(nodes.outs, 10)
+    home = nodes.nodes[0]
+    for generation in range(1, 20):
+        await nodes.cold.bury(checkpoint_id(RUN, 10, generation))
+    await nodes.look(home)
+    assert home.parts == {}
+    assert "a cold tier has other saves of it up to generation 8" in home.problems
 
 
 async def test_what_was_deleted_in_cold_is_announced_in_the_next_generation(nodes: Nodes) -> None:

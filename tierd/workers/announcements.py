@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import msgspec
 
@@ -17,7 +18,7 @@ from tierd.backoff import backoff_s
 from tierd.catalog.listing import files_of
 from tierd.config.sections import WatchConfig
 from tierd.context import DaemonContext
-from tierd.errors import BadConfig, NotFound, TierdError, TierUnreachable
+from tierd.errors import BadConfig, Corrupt, NotFound, TierdError, TierUnreachable
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.announced import Announced, decode_announced
@@ -33,7 +34,18 @@ log = logging.getLogger("tierd")
 SPREAD = 6  # times quiet_s: between the last writes of two nodes of one save
 LOOK_MIN_S, LOOK_MAX_S = 1.0, 60.0  # how often a node looks for the head of one step
 LOOKED_AT = 32  # steps, the newest that wait
+GENERATIONS_TRIED = 8  # at once, for a new save of a step
 ABSENT, GONE = "absent", "gone"
+
+
+@dataclass(slots=True)
+class _Wait:
+    """For the head of a step. `count`: how often it was looked for; `due_s`: when it is next. `answer`: what was found
+    last: why there is nothing, or what is wrong."""
+
+    count: int = 0
+    due_s: float = 0.0
+    answer: str | BadConfig = ""
 
 
 class Announcements:
@@ -44,7 +56,7 @@ class Announcements:
         self._run = check_run(watch.run)
         self.node = watch.node
         self._is_last_on_node_0 = preset_of(watch).whole is Whole.ANNOUNCED
-        self._waits: dict[int, tuple[int, float]] = {}  # by step: how often it was looked for, and when it is next
+        self._waits: dict[int, _Wait] = {}  # by step
 
     async def head(self, step: int, tree: SourceTree, *, least: int, waiting: Collection[int]) -> Announced | str:
         """What this node's part of the step begins with, or why there is nothing yet. `least`: its generation is at
@@ -54,34 +66,39 @@ class Announcements:
         as `adopted_id`."""
         if self.node == 0:
             return await self._announce(step, tree, least)
-        wait = f"node 0 has not announced step {step} yet: its daemon must run and have the same cold tier"
-        if least > 1:
-            wait = f"it was saved again here, and node 0 has not announced that for step {step} yet"
-        if not self._is_due(step, waiting):
-            return wait
-        announced = await self._find(step, least)
+        self._waits = {each: wait for each, wait in self._waits.items() if each in waiting}
+        wait = self._waits.setdefault(step, _Wait())
+        if step in sorted(waiting)[-LOOKED_AT:] and self._context.monotonic_s() >= wait.due_s:
+            wait.count += 1
+            wait.due_s = self._context.monotonic_s() + backoff_s(wait.count, min_s=LOOK_MIN_S, max_s=LOOK_MAX_S)
+            answer = self._answer(await self._find(step, least), step, tree, least)
+            if isinstance(answer, Announced):
+                return answer
+            wait.answer = answer
+        if isinstance(wait.answer, BadConfig):
+            raise BadConfig(wait.answer.message, hint=wait.answer.hint)
+        return wait.answer or self._not_announced(step, least)
+
+    def forget(self, step: int) -> None:
+        self._waits.pop(step, None)
+
+    def _answer(
+        self, announced: Announced | None, step: int, tree: SourceTree, least: int
+    ) -> Announced | str | BadConfig:
         if announced is None:
-            return wait
+            return self._not_announced(step, least)
         if announced.world_size != self._watch.nodes:
-            raise BadConfig(
+            return BadConfig(
                 f"adopt {tree.path}: node 0 has announced {announced.id} of {announced.world_size} nodes, and "
                 f"watch.nodes is {self._watch.nodes} here",
                 hint="set the same number on all nodes",
             )
         return self._other_save(announced, tree) or announced
 
-    def forget(self, step: int) -> None:
-        self._waits.pop(step, None)
-
-    def _is_due(self, step: int, waiting: Collection[int]) -> bool:
-        if step not in sorted(waiting)[-LOOKED_AT:]:
-            return False
-        now_s = self._context.monotonic_s()
-        count, due_s = self._waits.get(step, (0, now_s))
-        if now_s < due_s:
-            return False
-        self._waits[step] = count + 1, now_s + backoff_s(count + 1, min_s=LOOK_MIN_S, max_s=LOOK_MAX_S)
-        return True
+    def _not_announced(self, step: int, least: int) -> str:
+        if least > 1:
+            return f"it was saved again here, and node 0 has not announced that for step {step} yet"
+        return f"node 0 has not announced step {step} yet: its daemon must run and have the same cold tier"
 
     def _other_save(self, announced: Announced, tree: SourceTree) -> str:
         """Why the files here may be of another save of the step than those of node 0; empty if they are of the same."""
@@ -100,7 +117,7 @@ class Announcements:
 
     async def _announce(self, step: int, tree: SourceTree, least: int) -> Announced | str:
         context, run = self._context, self._run
-        while True:
+        for _ in range(GENERATIONS_TRIED):
             standing = await self._claim.standing(least=least)
             if standing.holder:
                 return f"{standing.holder} is node 0 of {run} since generation {standing.generation}"
@@ -109,6 +126,10 @@ class Announcements:
             if announced is not None:
                 return announced
             least = standing.generation + 1
+        raise Corrupt(
+            f"announce step {step} of {run}: a cold tier has other saves of it up to generation {least - 1}",
+            hint="nothing was overwritten; do two jobs write one run?",
+        )
 
     async def _announced(self, checkpoint: CheckpointId, tree: SourceTree) -> Announced | None:
         """What the cold tiers say about the checkpoint. It is written where it is missing; one is enough. None if they
