@@ -29,22 +29,23 @@ def house(tmp_path: Path) -> House:
     return make_house(tmp_path)
 
 
-def adopt_together(root: Path, folders: list[Path]) -> Manifest:
-    """Commits the folders of the nodes as one checkpoint."""
+def adopt_together(root: Path, folders: list[Path], *, lost: int | None = None) -> Manifest | None:
+    """Commits the folders of the nodes as one checkpoint. Without the part of the node `lost`, it is not committed."""
 
-    async def adopt() -> Manifest:
+    async def adopt() -> Manifest | None:
         pool = ThreadPool(2, "adopt", timeout_s=30)
         parts: list[NodeFile] = []
         async with DirectoryStore(root) as store:
-            for node, folder in enumerate(folders):
+            for node, folder in [(node, folder) for node, folder in enumerate(folders) if node != lost]:
                 attempt = FolderAdoption(scan(folder), pool=pool, node=node)
                 await attempt.copy(CHECKPOINT, store)
                 head = new_head(CHECKPOINT, scan(folders[0]), sequence=1, world_size=len(folders))
                 fields = {name: getattr(head, name) for name in head.__struct_fields__}
                 parts.append(attempt.part(Announced(**fields, claim="0" * 32)))
                 await store.put_bytes(parts[-1].key, parts[-1].encode())
-            manifest = assemble(parts)
-            await Tier("cold", store).commit(manifest)
+            manifest = assemble(parts) if lost is None else None
+            if manifest is not None:
+                await Tier("cold", store).commit(manifest)
         pool.close()
         return manifest
 
@@ -83,6 +84,7 @@ def test_what_several_nodes_have_is_read_once(house: House, tmp_path: Path) -> N
     write(folders[0] / "model.pt", 900_000)
     shutil.copy2(folders[0] / "model.pt", folders[1] / "model.pt")
     whole = adopt_together(house.cold, folders)
+    assert whole is not None
     restored = house.json("restore", "--to", tmp_path / "back")
     assert restored["size_bytes"] < whole.size_bytes - 900_000
     assert restored["given_bytes"] == {"cold": restored["size_bytes"]}
@@ -135,6 +137,7 @@ def test_a_damaged_file_is_never_restored(house: House, tmp_path: Path) -> None:
 
 def test_the_whole_is_restored_into_its_place_in_hot(house: House, tmp_path: Path) -> None:
     whole = adopt_together(house.cold, make_folders(tmp_path))
+    assert whole is not None
     place = house.hot / "ds/000000000500-g0001"
     assert house.tierd("restore", "--to", place).exit_code == 0
     assert {entry.name for entry in whole.files} < {path.name for path in place.iterdir()}
@@ -152,3 +155,25 @@ def test_ls_show_diff_and_fork_say_what_it_is(house: House, tmp_path: Path) -> N
         result = house.tierd(*command)
         assert result.exit_code == 2
         assert "another program wrote it" in result.stderr
+
+
+def test_what_lacks_the_part_of_a_node_is_no_checkpoint_and_commands_say_which(house: House, tmp_path: Path) -> None:
+    folders = make_folders(tmp_path)
+    adopt_together(house.cold, folders, lost=1)
+    adopt_together(house.hot, folders, lost=1)
+    (row,) = house.json("ls")
+    assert row["tiers"] == []
+    part = {"ranks": [0], "world_size": 2, "is_adopted": True}
+    assert row["parts"] == {"hot": part, "cold": part}
+    assert "hot(part 1/2 nodes)" in house.tierd("ls").stdout
+    assert "only nodes 0 of 2: the other nodes adopt the rest" in house.tierd("show", "ds").stdout
+    for options in ((), ("--node", "0"), ("--tier", "hot"), ("--tier", "cold"), ("--step", "500")):
+        result = house.tierd("restore", "--run", "ds", *options, "--to", tmp_path / "back")
+        assert result.exit_code != 0
+        assert "Traceback" not in result.output
+        assert "the part of node 0 of 2 nodes" in result.stderr or "the parts of 1 of 2 nodes" in result.stderr
+        assert not (tmp_path / "back").exists()
+    status = house.tierd("status").stdout
+    assert "this node  nodes 0 of 2" in status
+    assert "nothing restorable" in status
+    assert house.tierd("verify", "--deep").exit_code == 0

@@ -282,7 +282,7 @@ def _valid(target: str) -> list[bytes]:
             head = {name: getattr(make_manifest(ID, [entry]), name) for name in Head.__struct_fields__}
             part = file_entry("rank-00000-of-00002.safetensors", 9000, 4096, [1, 2, 3])
             more: dict[str, Any] = {"claim": "0" * 32, "ranks": [0], "is_healthy": None, "milestone": "best"}
-            adopted = head | {"world_size": 2, "kind": "adopted"}
+            adopted: dict[str, Any] = head | {"world_size": 2, "kind": "adopted"}
             parts = [file_entry(f"part-00000-{name}", 9, 4096, [1]) for name in (TREE_FILE, "00001-b")]
             return [
                 NodeFile(**(head | {"world_size": 2} | more), files=[part]).encode(),

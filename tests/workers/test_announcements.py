@@ -26,6 +26,7 @@ from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.manifest import ADOPTED, Manifest
 from tierd.format.signature import Keyring, new_key
 from tierd.lifecycle.policy import HOT, Action
+from tierd.status.report import awaited_report
 from tierd.tiers.tier import Tier
 from tierd.transfer.adopted_output import AdoptedOutput
 from tierd.transfer.adoption import read_tree
@@ -217,6 +218,7 @@ async def test_a_node_without_its_part_keeps_the_checkpoint_from_counting(nodes:
     assert await nodes.committed() == []
     assert home.rooms.catalog.awaited == {"cold": {RUN: (checkpoint_id(RUN, 10, 1), [2])}}
     assert other.rooms.catalog.awaited == home.rooms.catalog.awaited
+    assert awaited_report(home.rooms.catalog, RUN, nodes.now())["cold"].whose == "nodes 2 of 3"
     await home.rooms.list_tiers()
     (sent,) = home.rooms.catalog.sent().values()
     assert str(sent) == "the parts of 2 of 3 nodes, without nodes 2"
@@ -236,6 +238,21 @@ async def test_another_node_commits_when_the_daemon_of_node_0_is_gone(nodes: Nod
     for _ in range(200):
         nodes.now_s += 1
         await other.committer.run_once()
+    assert await nodes.committed() == [(10, 1, 1)]
+
+
+async def test_a_new_node_0_commits_what_the_lost_nodes_have_sent(nodes: Nodes) -> None:
+    save_deepspeed_on(nodes.outs, 10)
+    await nodes.look()
+    for node in nodes.nodes:
+        assert await node.replicator.run_once()
+    home = nodes.nodes[0]
+    await home.rooms.hot.delete(checkpoint_id(RUN, 10, 1))
+    await home.watcher.close()
+    home.restart()
+    await home.rooms.list_tiers()
+    assert home.parts == {}
+    await home.committer.run_once()
     assert await nodes.committed() == [(10, 1, 1)]
 
 
