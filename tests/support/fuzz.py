@@ -279,14 +279,15 @@ def _valid(target: str) -> list[bytes]:
         case "audit":
             return [_audit_line(None), _audit_line(KEYRING)]
         case "node_file":
-            head = {name: getattr(make_manifest(ID, [entry]), name) for name in Head.__struct_fields__}
+            head: dict[str, Any] = {name: getattr(make_manifest(ID, [entry]), name) for name in Head.__struct_fields__}
             part = file_entry("rank-00000-of-00002.safetensors", 9000, 4096, [1, 2, 3])
             more: dict[str, Any] = {"claim": "0" * 32, "ranks": [0], "is_healthy": None, "milestone": "best"}
-            adopted: dict[str, Any] = head | {"world_size": 2, "kind": "adopted"}
+            snapshot: dict[str, Any] = {**head, "world_size": 2, **more}
+            adopted: dict[str, Any] = {**head, "world_size": 2, "kind": "adopted"}
             parts = [file_entry(f"part-00000-{name}", 9, 4096, [1]) for name in (TREE_FILE, "00001-b")]
             return [
-                NodeFile(**(head | {"world_size": 2} | more), files=[part]).encode(),
-                NodeFile(**(adopted | more), files=parts).encode(),
+                NodeFile(**snapshot, files=[part]).encode(),
+                NodeFile(**adopted, **more, files=parts).encode(),
                 Announced(**adopted, claim="0" * 32).encode(),
             ]
         case "adopted":
