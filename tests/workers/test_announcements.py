@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from tests.support.foreign import contents
-from tests.support.framework_saves import save_dcp_on, save_deepspeed_on
+from tests.support.framework_saves import archive, save_dcp_on, save_deepspeed_on
 from tests.support.rooms import Rooms, rooms_at
 from tierd.catalog.decisions import decisions
 from tierd.config.sections import ColdConfig, ColdPolicy, DaemonConfig, LifecycleConfig, TierPolicy, WatchConfig
@@ -272,10 +272,58 @@ async def test_of_dcp_the_announcement_shows_that_the_files_of_a_node_are_comple
         await nodes.send()
         assert await nodes.committed() == [(10, 1, 1)]
         folders = save_dcp_on(nodes.outs, 20)
-        shift(folders[1:], SPREAD_S + 5)
+        shift(folders[1:], QUIET_S + 5)
+        nodes.ahead_s += QUIET_S + 5
+        await nodes.look()
         await nodes.look()
         assert list(other.parts) == [10]
-        assert "65 s later than on node 0, so it may be another save of step 20" in other.waiting
+        assert "15 s later than on node 0, so it may be another save of step 20" in other.waiting
+
+
+def dcp_operations(outs: Sequence[Path], step: int) -> list[Callable[[], object]]:
+    """What the ranks of two nodes and the coordinator do in a save, in an order in which it may happen."""
+    first, second = (out / f"step-{step}" for out in outs)
+    whole = archive(600)
+
+    def write(path: Path, content: bytes) -> Callable[[], object]:
+        return lambda: path.write_bytes(content)
+
+    return [
+        lambda: second.mkdir(exist_ok=True),
+        write(second / "__2_0.distcp", whole[:300]),
+        lambda: first.mkdir(exist_ok=True),
+        write(first / "__0_0.distcp", whole),
+        write(second / "__2_0.distcp", whole),
+        write(second / "__3_0.distcp", whole[:300]),
+        write(first / "__1_0.distcp", whole),
+        write(second / "__3_0.distcp", whole),
+        write(first / ".metadata.tmp", b"pickled"),
+        lambda: (first / ".metadata.tmp").rename(first / ".metadata"),
+    ]
+
+
+@pytest.mark.parametrize("is_saved_over", [False, True])
+async def test_of_dcp_no_node_adopts_a_part_of_a_save_that_was_killed(tmp_path: Path, is_saved_over: bool) -> None:
+    async with made(tmp_path, 2, preset="dcp") as nodes:
+        count = len(dcp_operations(nodes.outs, 1))
+        for step in range(1, count + 1):
+            if is_saved_over:
+                for act in dcp_operations(nodes.outs, step):
+                    act()
+                shift([out / f"step-{step}" for out in nodes.outs], -100)
+                await nodes.look()
+                await nodes.look()
+                assert [node.parts[step][0] for node in nodes.nodes] == [1, 1]
+            for act in dcp_operations(nodes.outs, step)[:step]:
+                act()
+            await nodes.look()
+            await nodes.look()
+            is_whole = step == count
+            for node in nodes.nodes:
+                if is_saved_over:
+                    assert node.parts[step][0] == (2 if is_whole else 1)
+                else:
+                    assert (step in node.parts) == is_whole
 
 
 async def test_of_deepspeed_each_node_needs_latest(nodes: Nodes) -> None:

@@ -104,14 +104,16 @@ class Announcements:
         """Why the files here may be of another save of the step than those of node 0; empty if they are of the same."""
         assert announced.created is not None  # decode_announced refuses others
         later_s = tree.modified_ns / 1e9 - announced.created.timestamp()
-        spread_s = SPREAD * self._watch.quiet_s
-        if later_s <= spread_s and (self._is_last_on_node_0 or later_s >= -spread_s):
-            return ""
         how = f"{abs(later_s):.0f} s {'later' if later_s > 0 else 'earlier'} than on node 0"
-        return (
-            f"it was written {how}, so it may be another save of step {announced.step}: the clocks of the nodes must "
-            f"agree, and a save end on all nodes within {spread_s:g} s, 6 times quiet_s"
-        )
+        other = f"it was written {how}, so it may be another save of step {announced.step}: "
+        quiet_s = self._watch.quiet_s
+        if self._is_last_on_node_0:
+            # The last file of all is on node 0, and what is here shows nothing by itself.
+            must = f"the clocks of the nodes must agree within {quiet_s:g} s, quiet_s"
+            return other + must if later_s > quiet_s else ""
+        spread_s = SPREAD * quiet_s
+        must = f"the clocks of the nodes must agree, and a save end on all within {spread_s:g} s, 6 times quiet_s"
+        return other + must if abs(later_s) > spread_s else ""
 
     # ── node 0 ──
 
