@@ -12,6 +12,7 @@ import pytest
 from tierd.config import sections as config
 from tierd.config.file import cache_folder, load, systemd
 from tierd.config.sections import Config, TierPolicy
+from tierd.config.watches import check_nodes
 from tierd.errors import BadConfig
 from tierd.systemd import Systemd
 
@@ -134,7 +135,6 @@ def test_a_watch_has_its_defaults_and_an_absolute_path(tmp_path: Path) -> None:
         (WATCH.replace('preset = "hf-trainer"', 'pattern = "a/{step}"'), "the name of a file"),
         (WATCH.replace('preset = "hf-trainer"', 'pattern = "a{step}/"'), "the file that is written last"),
         (WATCH.replace("hf-trainer", "lightning") + 'marker = "x"', "a checkpoint that is a folder"),
-        (COLD + WATCH + "nodes = 4", "node is -1, expected 0 to 3, here or in $SLURM_NODEID"),
         (COLD + WATCH + "nodes = 4\nnode = 4", "node is 4, expected 0 to 3"),
         (COLD + WATCH + "node = 1", "left out without nodes"),
         (COLD + WATCH + "nodes = 0", "nodes is 0"),
@@ -540,7 +540,11 @@ def test_slurm_tells_the_number_of_the_node_of_a_watch(tmp_path: Path, more: str
 
 @pytest.mark.parametrize("number", ["x", "-1", "", "²"])
 def test_another_number_of_slurm_is_no_number_of_a_node(tmp_path: Path, number: str) -> None:
-    assert "0 to 3, here or in $SLURM_NODEID" in refusal(tmp_path, COLD + WATCH + "nodes = 4", SLURM_NODEID=number)
+    config = loaded(tmp_path, COLD + WATCH + "nodes = 4", SLURM_NODEID=number)
+    assert config.watch[0].node == -1, "commands run there too"
+    with pytest.raises(BadConfig, match="it is not said which of the 4 nodes this is"):
+        check_nodes(config)
+    check_nodes(loaded(tmp_path, COLD + WATCH + "nodes = 4", SLURM_NODEID="3"))
 
 
 def test_a_watch_that_is_no_list_of_tables_is_refused_also_under_slurm(tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ def test_the_folders_of_all_nodes_are_one_checkpoint_that_comes_back_on_empty_di
         whole = contents(merged(folders, tmp_path / "merged"))
         wait_until(lambda: home.status()["runs"][0]["nodes"]["awaited"], "the parts of the others")
         assert home.status()["runs"][0]["nodes"]["awaited"]["cold"]["ranks"] == [2]
-        assert "step 20 has the parts of 2 of 3 nodes; missing: 2" in home.tierd("status").stdout
+        printed = home.tierd("status").stdout
+        assert "step 20 has the parts of 2 of 3 nodes; missing: 2" in printed
+        assert f"watch {cluster.outs[0]} (deepspeed) for ds, node 0 of 3: 2 adopted" in printed
         assert "the parts of 2 of 3 nodes, without nodes 2" in cluster.restore(tmp_path / "no", "--step", "20")
         assert home.steps("cold") == [10], "it is no checkpoint"
         late.start()
