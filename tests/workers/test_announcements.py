@@ -14,9 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.bucket import bucket_server
 from tests.support.foreign import contents
 from tests.support.framework_saves import archive, save_dcp_on, save_deepspeed_on
 from tests.support.rooms import Rooms, rooms_at
+from tests.support.s3 import BUCKET, ENVIRONMENT
+from tests.support.s3_store import s3_store
 from tierd.catalog.decisions import decisions
 from tierd.config.sections import ColdConfig, ColdPolicy, DaemonConfig, LifecycleConfig, TierPolicy, WatchConfig
 from tierd.errors import TierUnreachable
@@ -34,6 +37,7 @@ from tierd.workers import announcements
 from tierd.workers.adopter import Adopter
 from tierd.workers.committer import LIST_MAX_S, Committer
 from tierd.workers.hot_space import no_room
+from tierd.workers.lister import Lister
 from tierd.workers.reaper import Reaper
 from tierd.workers.watch_claim import BEAT_S
 from tierd.workers.watcher import Watcher
@@ -254,6 +258,27 @@ async def test_a_new_node_0_commits_what_the_lost_nodes_have_sent(nodes: Nodes) 
     assert home.parts == {}
     await home.committer.run_once()
     assert await nodes.committed() == [(10, 1, 1)]
+
+
+async def test_the_parts_meet_in_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with bucket_server() as served:
+        async with made(tmp_path, 2, preset="dcp") as nodes:
+            for node in nodes.nodes:
+                await node.rooms.cold["cold"].store.close()
+                store = s3_store(f"s3://{BUCKET}/runs", endpoint_url=served.url)
+                node.rooms.cold["cold"] = Tier("cold", store)
+                node.rooms.listers["cold"] = Lister(node.rooms.context, node.rooms.cold["cold"], 10.0)
+                node.restart()
+                await node.rooms.list_tiers()
+            folders = save_dcp_on(nodes.outs, 10)
+            await nodes.look()
+            await nodes.look()
+            await nodes.send()
+            assert await nodes.committed() == [(10, 1, 1)]
+            manifest = await nodes.cold.manifest(checkpoint_id(RUN, 10, 1))
+            assert sum(entry.name.endswith("distcp") for entry in manifest.files) == len(folders)
 
 
 async def test_of_dcp_the_announcement_shows_that_the_files_of_a_node_are_complete(tmp_path: Path) -> None:
