@@ -166,7 +166,7 @@ def test_what_lacks_the_part_of_a_node_is_no_checkpoint_and_commands_say_which(h
     part = {"ranks": [0], "world_size": 2, "is_adopted": True}
     assert row["parts"] == {"hot": part, "cold": part}
     assert "hot(part 1/2 nodes)" in house.tierd("ls").stdout
-    assert "only nodes 0 of 2: the other nodes adopt the rest" in house.tierd("show", "ds").stdout
+    assert "only node 0 of 2: the other nodes adopt the rest" in house.tierd("show", "ds").stdout
     for options in ((), ("--node", "0"), ("--tier", "hot"), ("--tier", "cold"), ("--step", "500")):
         result = house.tierd("restore", "--run", "ds", *options, "--to", tmp_path / "back")
         assert result.exit_code != 0
@@ -174,6 +174,6 @@ def test_what_lacks_the_part_of_a_node_is_no_checkpoint_and_commands_say_which(h
         assert "the part of node 0 of 2 nodes" in result.stderr or "the parts of 1 of 2 nodes" in result.stderr
         assert not (tmp_path / "back").exists()
     status = house.tierd("status").stdout
-    assert "this node  nodes 0 of 2" in status
+    assert "this node  node 0 of 2" in status
     assert "nothing restorable" in status
     assert house.tierd("verify", "--deep").exit_code == 0

@@ -222,7 +222,7 @@ async def test_a_node_without_its_part_keeps_the_checkpoint_from_counting(nodes:
     assert await nodes.committed() == []
     assert home.rooms.catalog.awaited == {"cold": {RUN: (checkpoint_id(RUN, 10, 1), [2])}}
     assert other.rooms.catalog.awaited == home.rooms.catalog.awaited
-    assert awaited_report(home.rooms.catalog, RUN, nodes.now())["cold"].whose == "nodes 2 of 3"
+    assert awaited_report(home.rooms.catalog, RUN, nodes.now())["cold"].whose == "node 2 of 3"
     await home.rooms.list_tiers()
     (sent,) = home.rooms.catalog.sent().values()
     assert str(sent) == "the parts of 2 of 3 nodes, without nodes 2"
@@ -597,6 +597,22 @@ async def test_what_never_became_whole_is_deleted_by_node_0_alone_and_leaves_hot
 def make_old(folder: Path) -> None:
     for path in folder.iterdir():
         os.utime(path, (1e9, 1e9))
+
+
+async def test_a_source_is_removed_on_each_node_when_the_whole_is_in_cold(nodes: Nodes) -> None:
+    for node in nodes.nodes:
+        node.restart(source="remove")
+    late = nodes.nodes[2]
+    for step in (10, 20, 30):
+        save_deepspeed_on(nodes.outs, step)
+        await nodes.look(*nodes.nodes[:2])
+        if step != 20:
+            await nodes.look(late)
+            await nodes.send()
+    await nodes.look()
+    assert [step for step, _, _ in await nodes.committed()] == [10, 30]
+    for node in nodes.nodes[:2]:
+        assert sorted(path.name for path in node.out.iterdir()) == ["global_step20", "global_step30", "latest"]
 
 
 async def test_only_node_0_deletes_in_cold(nodes: Nodes) -> None:

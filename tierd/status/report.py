@@ -52,7 +52,8 @@ class PartReport(msgspec.Struct, kw_only=True):
 
     @property
     def whose(self) -> str:
-        return f"{_word(self.is_adopted)} {ranks_text(self.ranks)} of {self.world_size}"
+        word = "node" if self.is_adopted is True and len(self.ranks) == 1 else _word(self.is_adopted)
+        return f"{word} {ranks_text(self.ranks)} of {self.world_size}"
 
     def __str__(self) -> str:
         return f"part {len(self.ranks)}/{self.world_size} {_word(self.is_adopted)}"
