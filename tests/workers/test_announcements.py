@@ -33,7 +33,7 @@ from tierd.status.report import awaited_report
 from tierd.tiers.tier import Tier
 from tierd.transfer.adopted_output import AdoptedOutput
 from tierd.transfer.adoption import read_tree
-from tierd.workers import announcements
+from tierd.workers import announcements, watch_claim
 from tierd.workers.adopter import Adopter
 from tierd.workers.committer import LIST_MAX_S, Committer
 from tierd.workers.hot_space import no_room
@@ -466,6 +466,35 @@ async def test_without_a_cold_tier_nothing_is_announced_and_it_is_a_problem(
     await nodes.look()
     assert other.parts == home.parts != {}
     assert [node.problems for node in nodes.nodes] == ["", "", ""]
+
+
+async def test_a_cold_tier_that_does_not_answer_in_time_is_named(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_deepspeed_on(nodes.outs, 10)
+
+    async def hangs(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(announcements, "TIMEOUT_S", 0.01)
+    monkeypatch.setattr(watch_claim, "TIMEOUT_S", 0.01)
+    for node in nodes.nodes[:2]:
+        await node.watcher.run_once()
+    nodes.now_s += QUIET_S + 1
+    monkeypatch.setattr(Tier, "listing", hangs)
+    for node in nodes.nodes[:2]:
+        await node.watcher.run_once()
+        assert node.parts == {}
+        assert "no answer" in node.problems
+
+
+async def test_nothing_is_announced_where_another_place_is_mounted(nodes: Nodes, tmp_path: Path) -> None:
+    save_deepspeed_on(nodes.outs, 10)
+    home = nodes.nodes[0]
+    (tmp_path / "cold").rename(tmp_path / "unmounted")
+    (tmp_path / "cold").mkdir()
+    await nodes.look(home)
+    assert home.parts == {}
+    assert "announce ds/000000000010-g0001 to the other nodes: cold:" in home.problems
+    assert not list((tmp_path / "cold").rglob("head.json"))
 
 
 async def test_a_node_looks_seldom_for_what_node_0_does_not_announce(

@@ -156,7 +156,7 @@ class Announcements:
                     await self._context.cold[name].put_marker(key, announced.encode())
                     written.append(name)
             except (TierdError, TimeoutError) as error:
-                errors.append(f"{name}: {error or 'no answer'}")
+                errors.append(f"{name}: {str(error) or 'no answer'}")
         if not written:
             raise TierUnreachable(
                 f"announce {checkpoint} to the other nodes: {'; '.join(errors)}",
@@ -174,13 +174,14 @@ class Announcements:
         for name, tier in self._context.cold.items():
             try:
                 async with asyncio.timeout(TIMEOUT_S):
+                    await self._context.identities.check(tier)  # nothing is written where another place is mounted
                     names = await files_of(tier, checkpoint, until=layout.NODE_FILES_END)
                     if layout.GONE in names:
                         known[name] = GONE
                     else:
                         known[name] = await self._read(tier, checkpoint) if layout.HEAD in names else ABSENT
             except (TierdError, TimeoutError) as error:
-                errors.append(f"{name}: {error or 'no answer'}")
+                errors.append(f"{name}: {str(error) or 'no answer'}")
         return known
 
     @staticmethod

@@ -86,7 +86,7 @@ class WatchClaim:
                         are_silent = await self._is_silent(tier, generation) and are_silent
             except (TierdError, TimeoutError) as error:
                 # The claim is made before the first copy of the generation there.
-                log.warning("watch: claim %s in %s: %s", self._run, tier.name, error or "no answer")
+                log.warning("watch: claim %s in %s: %s", self._run, tier.name, str(error) or "no answer")
         replaces = self._is_node_0 and self._held is None
         if holder and (are_silent or replaces):
             why = "was node 0 of it before" if replaces else "is silent"
