@@ -454,6 +454,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/workers/adopter.py": "workers/test_watcher.py",
     "tierd/workers/stored_checkpoints.py": "workers/test_watcher.py",
     "tierd/workers/watch_findings.py": "workers/test_watcher.py",
+    "tierd/workers/watched_entry.py": "workers/test_watcher.py",
     "tierd/workers/part_files.py": "api/test_peer_parts.py",
     "client/tierd_client/examples/train_gpt.py": "test_train_gpt.py",
     "client/tierd_client/snapshot/snapshotter.py": "client/test_client.py",

@@ -96,7 +96,8 @@ class Roster(NamedTuple):
 class DaemonContext:
     """`config`: of the moment, because a reload changes it. `now` is the wall clock, in UTC; `monotonic_s` a clock that
     never goes back, in seconds. `part_copies`: None where nodes do not read from each other. `partners`: of the runs of
-    which parts are copied here. `rosters`: of the runs over several nodes whose trainers have told it."""
+    which parts are copied here. `rosters`: of the runs over several nodes whose trainers have told it.
+    `watched_nodes`: of the runs whose checkpoints each node adopts from its own folder, which node this is."""
 
     config: Config
     catalog: Catalog
@@ -118,6 +119,7 @@ class DaemonContext:
     part_copies: PartCopies | None = None
     partners: dict[Run, Partner] = field(default_factory=dict[Run, Partner])
     rosters: dict[Run, Roster] = field(default_factory=dict[Run, Roster])
+    watched_nodes: dict[Run, int] = field(default_factory=dict[Run, int])
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     monotonic_s: Callable[[], float] = time.monotonic
     _locks: WeakValueDictionary[CheckpointId, asyncio.Lock] = field(default_factory=WeakValueDictionary)
@@ -154,6 +156,8 @@ class DaemonContext:
             newest, claims = self.catalog.generation_max(run), self.catalog.claims
             is_replaced = newest > self.memory.generation(run) and not claims.was_claimed_here(run, newest)
             return 0 in self.memory.ranks(run) and not (is_replaced and self.memory.node(run) is not None)
+        if run in self.watched_nodes:
+            return self.watched_nodes[run] == 0
         parts = [entry.part for entry in self.catalog.entries(run) if entry.part is not None]  # newest first
         return not parts or 0 in parts[0].ranks
 

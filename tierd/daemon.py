@@ -42,7 +42,7 @@ from tierd.descriptors import raise_descriptor_limit
 from tierd.errors import LockHeld, TierdError
 from tierd.format import layout, wire
 from tierd.format.digest import preferred
-from tierd.format.ids import Run
+from tierd.format.ids import Run, check_run
 from tierd.health.examiner import Examiner
 from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
@@ -160,6 +160,7 @@ class _Daemon:
         self._examiner = Examiner(context)
         copier = self._copier = PartCopier(context, self._copies) if self._copies is not None else None
         self._reaper = Reaper(context, more_room=copier.make_room if copier is not None else no_room)
+        context.watched_nodes.update({check_run(each.run): each.node for each in config.watch if each.nodes > 1})
         self._watchers = [
             Watcher(context, each, self._reaper.make_room, on_change=self._wakes[f"watch {each.run}"].set)
             for each in config.watch

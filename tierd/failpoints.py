@@ -27,6 +27,7 @@ FAILPOINTS = frozenset(
         "trainer": ("answer", "send", "sent"),
         "persist": ("begin", "commit", "committed", "repeat", "answer"),
         "adopt": ("commit", "committed"),
+        "watch": ("announce", "announced"),
         "root": ("create",),
         "folder": ("sync",),
         "file": ("created", "write", "sync", "link", "linked", "exists", "rename", "sync_folder", "done", "abandon"),

@@ -136,3 +136,13 @@ def test_second_daemon_is_exit_11_and_a_restore_works_beside_the_first(house: Ho
 
     assert second.returncode == 11
     assert "held by" in err
+
+
+def test_a_daemon_that_does_not_know_which_node_it_is_does_not_start(tmp_path: Path) -> None:
+    watch = '[[watch]]\npath = "out"\nrun = "ds"\npreset = "deepspeed"\nnodes = 4'
+    house = make_house(tmp_path, more=watch)
+    assert house.tierd("ls").exit_code == 0, "commands run on other machines too"
+    result = house.tierd("serve")
+    assert result.exit_code == 2
+    assert "it is not said which of the 4 nodes this is" in result.stderr
+    assert "SLURM_NODEID" in result.stderr

@@ -12,6 +12,7 @@ import pytest
 from tierd.config import sections as config
 from tierd.config.file import cache_folder, load, systemd
 from tierd.config.sections import Config, TierPolicy
+from tierd.config.watches import check_nodes
 from tierd.errors import BadConfig
 from tierd.systemd import Systemd
 
@@ -108,6 +109,7 @@ def test_absolute_paths_and_buckets_are_unchanged(tmp_path: Path) -> None:
     assert [cold.url for cold in parsed.cold] == ["s3://bucket/some/prefix", "file:///nas"]
 
 
+COLD = '[[cold]]\nurl = "file://cold"\n'
 WATCH = '[[watch]]\npath = "out"\nrun = "hf"\npreset = "hf-trainer"\n'
 
 
@@ -139,6 +141,14 @@ def test_a_preset_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Pa
         (WATCH.replace('preset = "hf-trainer"', 'pattern = "a/{step}"'), "the name of a file"),
         (WATCH.replace('preset = "hf-trainer"', 'pattern = "a{step}/"'), "the file that is written last"),
         (WATCH.replace("hf-trainer", "lightning") + 'marker = "x"', "a checkpoint that is a folder"),
+        (COLD + WATCH + "nodes = 4\nnode = 4", "node is 4, expected 0 to 3"),
+        (COLD + WATCH + "node = 1", "left out without nodes"),
+        (COLD + WATCH + "nodes = 0", "nodes is 0"),
+        (WATCH + "nodes = 4\nnode = 0", "nodes is 4, expected a cold tier that all nodes share"),
+        (
+            COLD + WATCH.replace("hf-trainer", "step-bin") + "nodes = 4\nnode = 0",
+            "1 where a checkpoint is a single file",
+        ),
         (WATCH + "renamed = true", "renamed"),
     ],
 )
@@ -526,3 +536,23 @@ def test_domain_is_the_switches_that_slurm_tells_unless_the_file_has_one(
 
 def test_peers_that_are_no_table_are_refused_also_under_slurm(tmp_path: Path) -> None:
     assert "peers" in refusal(tmp_path, "peers = 3", SLURM_TOPOLOGY_ADDR="s1.s7.node3")
+
+
+@pytest.mark.parametrize(("more", "node"), [("nodes = 4", 3), ("nodes = 4\nnode = 1", 1), ("", -1), ("nodes = 1", -1)])
+def test_slurm_tells_the_number_of_the_node_of_a_watch(tmp_path: Path, more: str, node: int) -> None:
+    (watch,) = loaded(tmp_path, COLD + WATCH + more, SLURM_NODEID="3").watch
+    assert watch.node == node
+
+
+@pytest.mark.parametrize("number", ["x", "-1", "", "²"])
+def test_another_number_of_slurm_is_no_number_of_a_node(tmp_path: Path, number: str) -> None:
+    config = loaded(tmp_path, COLD + WATCH + "nodes = 4", SLURM_NODEID=number)
+    assert config.watch[0].node == -1, "commands run there too"
+    with pytest.raises(BadConfig, match="it is not said which of the 4 nodes this is"):
+        check_nodes(config)
+    check_nodes(loaded(tmp_path, COLD + WATCH + "nodes = 4", SLURM_NODEID="3"))
+
+
+def test_a_watch_that_is_no_list_of_tables_is_refused_also_under_slurm(tmp_path: Path) -> None:
+    for text in ("watch = 3", "watch = [3]", '[watch]\npath = "out"'):
+        assert "watch" in refusal(tmp_path, text, SLURM_NODEID="3")

@@ -7,9 +7,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from tierd.errors import Corrupt, NewerFormat
+from tierd.errors import Corrupt, NewerFormat, Unsupported
 from tierd.format import layout
-from tierd.format.adopted import TREE_FILE, TreeEntry, decode_tree, leads_out, new_tree, stored_name
+from tierd.format.adopted import (
+    TREE_FILE,
+    AdoptedTree,
+    TreeEntry,
+    decode_tree,
+    leads_out,
+    merged,
+    new_tree,
+    nodes_of,
+    stored_name,
+    tree_file,
+)
 from tierd.format.manifest import ADOPTED, Manifest, file_entry
 
 ENTRIES = [
@@ -109,3 +120,97 @@ def test_every_name_has_a_stored_name_that_is_a_file_of_a_checkpoint(name: str) 
     assert layout.is_safe_file_name(stored)
     assert not layout.is_ours(stored)
     assert stored.startswith("00007-")
+
+
+def of_nodes(*contents: int, names: tuple[str, ...] = ("same.pt",)) -> Manifest:
+    """Each node has files with these names, whose bytes are the same where `contents` is."""
+    entries = [
+        file_entry(stored_name(index, name, node), 9, 4096, [content])
+        for node, content in enumerate(contents)
+        for index, name in enumerate(names, start=1)
+    ]
+    trees = [file_entry(tree_file(node), 9, 4096, [node]) for node in range(len(contents))]
+    return msgspec.structs.replace(manifest(), world_size=len(contents), files=[*trees, *entries])
+
+
+def tree_of(node: int, *more: TreeEntry, name: str = "same.pt", mode: int = 0o755, **changes: Any) -> AdoptedTree:
+    file = TreeEntry(path=name, kind="file", mode=0o644, modified_ns=node, stored_as=stored_name(1, name, node))
+    entries = sorted([msgspec.structs.replace(file, **changes), *more], key=lambda entry: entry.path)
+    return new_tree(name="global_step5", is_file=False, mode=mode, entries=entries)
+
+
+def test_the_tree_of_each_node_names_its_own_files() -> None:
+    whole = of_nodes(7, 7)
+    assert nodes_of(whole) == [0, 1]
+    assert nodes_of(MANIFEST) == [None]
+    part = msgspec.structs.replace(whole, files=[each for each in whole.files if "00001-adopted" in each.name])
+    assert nodes_of(part) == [1]
+    tree = tree_of(1)
+    assert decode_tree(tree.encode(), whole, where="cold", node=1) == tree
+    with pytest.raises(Corrupt, match=r"decode part-00000-adopted\.json"):
+        decode_tree(tree.encode(), whole, where="cold", node=0)
+
+
+def test_trees_are_merged_and_what_all_have_is_there_once_with_the_latest_time() -> None:
+    whole = of_nodes(7, 7)
+    alone = TreeEntry(path="empty", kind="folder", mode=0o700)
+    tree = merged({1: tree_of(1, alone), 0: tree_of(0)}, whole)
+    assert [(entry.path, entry.modified_ns, entry.stored_as) for entry in tree.entries] == [
+        ("empty", 0, ""),
+        ("same.pt", 1, "part-00000-00001-same.pt"),
+    ]
+    only = tree_of(1)
+    assert merged({1: only}, whole) == only
+
+
+LINK = TreeEntry(path="l", kind="link", target="a")
+
+
+@pytest.mark.parametrize(
+    ("other", "contents", "path"),
+    [
+        (tree_of(1), (7, 8), "same.pt"),
+        (tree_of(1, mode=0o700), (7, 7), "."),
+        (tree_of(1, kind="folder", stored_as=""), (7, 7), "same.pt"),
+        (msgspec.structs.replace(tree_of(1), entries=[LINK]), (7, 7), ""),
+        (
+            msgspec.structs.replace(tree_of(1), entries=[msgspec.structs.replace(LINK, path="same.pt")]),
+            (7, 7),
+            "same.pt",
+        ),
+    ],
+)
+def test_what_differs_between_nodes_is_refused_by_name(
+    other: AdoptedTree, contents: tuple[int, int], path: str
+) -> None:
+    whole = of_nodes(*contents)
+    if not path:
+        assert [entry.path for entry in merged({0: tree_of(0), 1: other}, whole).entries] == ["l", "same.pt"]
+        return
+    with pytest.raises(Unsupported) as caught:
+        merged({0: tree_of(0), 1: other}, whole)
+    assert f"they differ in {path} (nodes 0 and 1)" in caught.value.message
+    assert "--node N" in caught.value.hint
+
+
+def test_a_mode_that_differs_is_refused_and_many_paths_are_cut_short() -> None:
+    names = tuple(f"{number}.pt" for number in range(9))
+    whole = of_nodes(7, 8, names=names)
+    trees = {
+        node: new_tree(
+            name="x",
+            is_file=False,
+            mode=0o755,
+            entries=[
+                TreeEntry(path=name, kind="file", mode=0o644, stored_as=stored_name(index, name, node))
+                for index, name in enumerate(names, start=1)
+            ],
+        )
+        for node in (0, 1)
+    }
+    with pytest.raises(Unsupported, match=r"4\.pt \(nodes 0 and 1\) and 4 more"):
+        merged(trees, whole)
+    entry = msgspec.structs.replace(tree_of(1).entries[0], mode=0o600)
+    other = msgspec.structs.replace(tree_of(1), entries=[entry])
+    with pytest.raises(Unsupported, match=r"same\.pt"):
+        merged({0: tree_of(0), 1: other}, of_nodes(7, 7))

@@ -194,3 +194,44 @@ def test_the_other_ranks_of_four_are_shown_as_ranges(ranks: list[int], expected:
 def test_no_other_name_is_that_of_a_shard(name: str) -> None:
     assert layout.parse_shard(name) is None
     assert layout.parse_shard(layout.shard_name(Rank(2), 4)) == (2, 4)
+
+
+def adopted_part(node: int, **changes: Any) -> NodeFile:
+    head = msgspec.structs.replace(HEAD, kind="adopted")
+    names = (f"part-{node:05d}-adopted.json", f"part-{node:05d}-00001-model.pt")
+    files = [file_entry(name, 10 + node, 4096, [node]) for name in names]
+    return node_file(node, head=head, **{"files": files} | changes)
+
+
+def test_what_nodes_have_adopted_is_assembled_in_order_of_the_nodes() -> None:
+    parts = [adopted_part(node) for node in (2, 0, 3, 1)]
+    for part in parts:
+        assert decoded(part.encode(), part.name) == part
+        assert part.extent == f"only the part of node {part.ranks[0]} of 4 nodes"
+    assembled = assemble(parts)
+    assert [entry.name for entry in assembled.files] == [
+        name for node in range(4) for name in (f"part-{node:05d}-adopted.json", f"part-{node:05d}-00001-model.pt")
+    ]
+    assert manifest.decode(assembled.encode(), where="cold", expect=CHECKPOINT) == assembled
+    assert all(part.contradiction(assembled) == "" for part in parts)
+    with pytest.raises(Corrupt, match="1 ranks have no node file: 1"):
+        assemble(parts[:-1])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranks": [1, 2]},
+        {"files": adopted_part(2).files},
+        {"files": adopted_part(1).files[1:]},
+        {"files": [*adopted_part(1).files, file_entry("00001-x", 0, 4096, [])]},
+        {"files": [*adopted_part(1).files, file_entry("part-00001-../x", 0, 4096, [])]},
+        {"files": []},
+        {"kind": "snapshot"},
+        {"claim": "x" * 32},
+    ],
+)
+def test_a_part_with_files_that_its_node_cannot_have_adopted_is_corrupt(changes: dict[str, Any]) -> None:
+    part = adopted_part(1, **changes)
+    with pytest.raises(Corrupt):
+        decoded(part.encode(), part.name)

@@ -24,7 +24,7 @@ from tests.support.framework_saves import (
     state,
 )
 from tierd.config.sections import WatchConfig
-from tierd.lifecycle.watched import PRESETS, Preset, Verdicts, judge, misfit, preset_of
+from tierd.lifecycle.watched import PRESETS, Preset, Verdicts, Whole, judge, misfit, preset_of
 from tierd.transfer.source_tree import scan
 from tierd.transfer.watched_folder import listed, names, read_beside
 
@@ -245,3 +245,12 @@ def test_folders_of_a_pattern_are_complete_when_their_marker_is_there(tmp_path: 
 
 def test_every_preset_can_be_named_in_a_config() -> None:
     assert set(get_args(get_type_hints(WatchConfig)["preset"])) == {"", *PRESETS}
+
+
+@pytest.mark.parametrize("name", ["dcp", "torchtitan"])
+def test_of_dcp_the_other_nodes_have_no_last_file_unless_the_config_names_one(name: str) -> None:
+    first, other = (preset_of(watch_of(preset=name, nodes=4, node=node)) for node in (0, 3))
+    assert (first.marker, first.whole) == (".metadata", Whole.PRESENT)
+    assert (other.marker, other.whole) == ("", Whole.ANNOUNCED)
+    assert preset_of(watch_of(preset=name, nodes=4, node=3, marker="DONE")).marker == "DONE"
+    assert preset_of(watch_of(preset="deepspeed", nodes=4, node=3)) == PRESETS["deepspeed"]

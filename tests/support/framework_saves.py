@@ -11,7 +11,7 @@ import io
 import json
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PIECE_BYTES = 32
@@ -119,6 +119,40 @@ def save_deepspeed(root: Path, step: int, writer: Writer) -> Path:
     writer.write(folder / "mp_rank_00_model_states.pt", archive(600))
     writer.write(root / "latest", folder.name.encode())
     return folder
+
+
+def save_deepspeed_on(roots: Sequence[Path], step: int, *, model: bytes = b"") -> list[Path]:
+    """Each node into its own folder, with `use_node_local_storage`: its part of the optimizer, the same model as the
+    others, or with `model` another one on the last node, and `latest`."""
+    same = archive(600)
+    folders: list[Path] = []
+    for node, root in enumerate(roots):
+        folder = root / f"global_step{step}"
+        folder.mkdir(exist_ok=True)
+        for rank in (2 * node, 2 * node + 1):
+            path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            path.write_bytes(archive(600 + rank))
+            path.chmod(0o640)
+        is_other = model and root is roots[-1]
+        (folder / "mp_rank_00_model_states.pt").write_bytes(model if is_other else same)
+        (folder / f"empty-{node}").mkdir(exist_ok=True)
+        folders.append(folder)
+    for folder in folders:
+        (folder.parent / "latest").write_text(folder.name)
+    return folders
+
+
+def save_dcp_on(roots: Sequence[Path], step: int) -> list[Path]:
+    """Each node into its own folder; the coordinator, on the first node, writes .metadata last."""
+    folders: list[Path] = []
+    for node, root in enumerate(roots):
+        folder = root / f"step-{step}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"__{node}_0.distcp").write_bytes(archive(600 + node))
+        folders.append(folder)
+    (folders[0] / ".metadata.tmp").write_bytes(b"pickled" * 40)
+    (folders[0] / ".metadata.tmp").rename(folders[0] / ".metadata")
+    return folders
 
 
 def save_gpt_simple(root: Path, step: int, writer: Writer) -> Path:

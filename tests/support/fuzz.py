@@ -29,6 +29,7 @@ from tierd.config import file as config_file
 from tierd.errors import TierdError
 from tierd.format import audit, layout, tagged, wire
 from tierd.format.adopted import TREE_FILE, AdoptedTree, TreeEntry, decode_tree
+from tierd.format.announced import Announced, decode_announced
 from tierd.format.bitmap import unpack_indexes
 from tierd.format.boxes import cover_problem
 from tierd.format.claim import Claim, decode_claim
@@ -132,6 +133,9 @@ def _audit(raw: bytes) -> object:
 
 
 def _node_file(raw: bytes) -> object:
+    """And the head of a part that is adopted."""
+    with suppress(TierdError):
+        decode_announced(raw, where="fuzz", expect=ID)
     return decode_node_file(raw, name="node-00000-of-00002.json", where="fuzz", expect=ID)
 
 
@@ -275,10 +279,17 @@ def _valid(target: str) -> list[bytes]:
         case "audit":
             return [_audit_line(None), _audit_line(KEYRING)]
         case "node_file":
-            head = {name: getattr(make_manifest(ID, [entry]), name) for name in Head.__struct_fields__}
+            head: dict[str, Any] = {name: getattr(make_manifest(ID, [entry]), name) for name in Head.__struct_fields__}
             part = file_entry("rank-00000-of-00002.safetensors", 9000, 4096, [1, 2, 3])
             more: dict[str, Any] = {"claim": "0" * 32, "ranks": [0], "is_healthy": None, "milestone": "best"}
-            return [NodeFile(**(head | {"world_size": 2} | more), files=[part]).encode()]
+            snapshot: dict[str, Any] = {**head, "world_size": 2, **more}
+            adopted: dict[str, Any] = {**head, "world_size": 2, "kind": "adopted"}
+            parts = [file_entry(f"part-00000-{name}", 9, 4096, [1]) for name in (TREE_FILE, "00001-b")]
+            return [
+                NodeFile(**snapshot, files=[part]).encode(),
+                NodeFile(**adopted, **more, files=parts).encode(),
+                Announced(**adopted, claim="0" * 32).encode(),
+            ]
         case "adopted":
             return [TREE.encode()]
         case "signature":

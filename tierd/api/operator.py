@@ -188,6 +188,8 @@ class Operator:
             )
         elif run in self._memory.runs():  # on this node alone now
             report.nodes = UNSET
+        elif report.nodes is not UNSET:
+            report.nodes.awaited = awaited_report(self._catalog, run, self._now())
         report.tiers = {MEMORY: in_memory, **report.tiers}
         if generation := self._memory.generation(run):
             report.generation = max(report.generation, generation)

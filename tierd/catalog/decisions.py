@@ -116,7 +116,8 @@ def _needed_parts(catalog: Catalog, *, is_hot_full: bool) -> set[CheckpointId]:
     parts: dict[Run, list[CheckpointId]] = defaultdict(list)
     newest_in_cold: dict[Run, CheckpointId] = {}
     for entry in catalog.entries():  # newest first within a run
-        if entry.part is not None:
+        # Nothing is restored from adopted parts before their commit.
+        if entry.part is not None and not entry.part.is_adopted:
             parts[entry.id.run].append(entry.id)
         if entry.healthy is not False and any(tier != HOT and catalog.tiers[tier].is_known for tier in entry.tiers):
             newest_in_cold.setdefault(entry.id.run, entry.id)

@@ -84,15 +84,18 @@ class Entry:
 
 
 class SentParts(NamedTuple):
-    """The ranks whose shards a cold tier has of a checkpoint over several nodes that is not committed there."""
+    """The ranks whose shards a cold tier has of a checkpoint over several nodes that is not committed there.
+    `is_adopted`: instead, the nodes whose parts it has."""
 
     ranks: list[int]
     world_size: int
+    is_adopted: bool = False
 
     def __str__(self) -> str:
         missing = other_ranks_text(self.ranks, self.world_size)
-        waits = f"without ranks {missing}" if missing else "not committed yet"
-        return f"the shards of {len(self.ranks)} of {self.world_size} ranks, {waits}"
+        what, whose = ("parts", "nodes") if self.is_adopted else ("shards", "ranks")
+        waits = f"without {whose} {missing}" if missing else "not committed yet"
+        return f"the {what} of {len(self.ranks)} of {self.world_size} {whose}, {waits}"
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 
+from tierd.catalog.entry import Entry
 from tierd.catalog.listing import files_of
 from tierd.cli.console import print_note
 from tierd.cli.joined_parts import Holder, JoinedParts
@@ -75,7 +76,7 @@ async def find_on_nodes(
     except (NotFound, TierUnreachable) as error:
         if isinstance(error, TierUnreachable) and not query.is_named:
             return None  # the tier that cannot be listed may have a newer one
-    runs = [entry.id.run for entry in tiers.catalog.entries() if entry.part is not None]
+    runs = [entry.id.run for entry in tiers.catalog.entries() if _has_shards(entry)]
     run = whole.run if whole is not None else with_run(query, runs).run
     if run is None:
         return None
@@ -93,6 +94,11 @@ async def find_on_nodes(
     return None
 
 
+def _has_shards(entry: Entry) -> bool:
+    """Whether hot has a node's part of a snapshot. Nodes do not read from each other what they have adopted."""
+    return entry.part is not None and not entry.part.is_adopted
+
+
 class _Search:
     """A search for the parts of checkpoints of one run on all of its nodes."""
 
@@ -101,7 +107,7 @@ class _Search:
         self._query, self._run = query, query.run
         self._by_name, self._hot = tiers.by_name, tiers.by_name[HOT]
         self._config, self._stack = config, stack
-        self._entries = {entry.id: entry for entry in tiers.catalog.entries(self._run) if entry.part is not None}
+        self._entries = {entry.id: entry for entry in tiers.catalog.entries(self._run) if _has_shards(entry)}
         folder = config.hot_path / layout.PEERS
         timeout_s = 2 * config.limits.request_timeout_s
         store = DirectoryStore(folder, timeout_s=timeout_s, access=config.access, url=f"file://{folder}")

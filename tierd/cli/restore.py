@@ -19,6 +19,7 @@ import typer
 from tierd.access import PRIVATE
 from tierd.catalog.selectable import selectable_replicas
 from tierd.cli import daemon_http, options
+from tierd.cli.adopted_restore import PartsOutput, check_node
 from tierd.cli.console import duration, print_note, print_report, size
 from tierd.cli.node_replicas import find_on_nodes
 from tierd.cli.opened_tiers import open_tiers
@@ -49,7 +50,8 @@ class Restored(msgspec.Struct, kw_only=True):
     """What `tierd restore --json` prints. `kind`: "adopted" for the folder of another program, as it was. `tier`: the
     last that was read; `given_bytes`: what each tier gave.
     `resumed_bytes`: left by an earlier attempt. `passed_over`: tiers that could not give all of it, and why.
-    `sidecars`: the files that the tiers have of those that the run writes beside its checkpoints."""
+    `sidecars`: the files that the tiers have of those that the run writes beside its checkpoints. `node`: of several
+    that adopted it together, the one whose folder it is; None: all of it."""
 
     run: str
     step: int
@@ -66,6 +68,7 @@ class Restored(msgspec.Struct, kw_only=True):
     resumed_bytes: int
     passed_over: dict[str, str]
     sidecars: list[str] = []
+    node: int | None = None
 
 
 async def restore(
@@ -83,6 +86,12 @@ async def restore(
         typer.Option("--only", metavar="GLOB", help="Only tensors whose names match, as 'model.*'; may be repeated."),
     ] = None,
     rank: Annotated[int | None, typer.Option("--rank", metavar="N", min=0, help="Only the shard of that rank.")] = None,
+    node: Annotated[
+        int | None,
+        typer.Option(
+            "--node", metavar="N", min=0, help="Only the folder of that node, of several that adopted it together."
+        ),
+    ] = None,
     sidecars: Annotated[
         Path | None,
         typer.Option(
@@ -103,9 +112,10 @@ async def restore(
     settings = settings_of(context)
     beside = SidecarRestore(into=sidecars, tier=None if tier in (AUTO, MEMORY) else tier, place=place)
     restored = await restore_to(
-        target, settings, query, place, subset=subset, allow_unsigned=allow_unsigned, beside=beside
+        target, settings, query, place, subset=subset, node=node, allow_unsigned=allow_unsigned, beside=beside
     )
-    verb = "restored" if restored.is_whole else "restored a part of"
+    part = "a part" if node is None else f"the folder of node {node}"
+    verb = "restored" if restored.is_whole else f"restored {part} of"
     resumed = f", {size(restored.resumed_bytes)} of it from an earlier attempt" if restored.resumed_bytes else ""
     text = (
         f"{verb} {restored.run} step {restored.step} (generation {restored.generation}) from "
@@ -133,10 +143,12 @@ async def restore_to(
     *,
     convert: Convert | None = None,
     subset: Subset | None = None,
+    node: int | None = None,
     allow_unsigned: bool = False,
     beside: SidecarRestore | None = None,
 ) -> Restored:
-    """Write the selected checkpoint to the target, verified; or what `convert` makes of it, or a subset of it.
+    """Write the selected checkpoint to the target, verified; or what `convert` makes of it, a subset, or the folder of
+    one node.
     `beside`: what to do with the sidecar files of its run then."""
     config = None if place else settings.config()
     health: dict[CheckpointId, bool | None] = {}
@@ -157,10 +169,10 @@ async def restore_to(
             if nodes is not None:
                 query, inventory, by_name = nodes.query, nodes.inventory, nodes.tiers
             replicas = await stack.enter_async_context(Replicas(query, inventory, by_name, config))
-            is_whole = convert is None and subset is None
+            is_whole = convert is None and subset is None and node is None
             is_own = config is not None and _is_own_place(replicas.chosen.id, target, config, is_whole=is_whole)
             try:
-                restored = await _fetch(replicas, target, convert, subset, is_for_tier=is_own)
+                restored = await _fetch(replicas, target, convert, subset, node, is_for_tier=is_own)
             except TierdError as error:
                 raise (nodes.refusal(error) if nodes is not None else error) from error
         if beside is not None:
@@ -187,7 +199,13 @@ def _is_own_place(checkpoint: CheckpointId, target: Path, config: Config, *, is_
 
 
 async def _fetch(
-    replicas: Replicas, target: Path, convert: Convert | None, subset: Subset | None, *, is_for_tier: bool
+    replicas: Replicas,
+    target: Path,
+    convert: Convert | None,
+    subset: Subset | None,
+    node: int | None,
+    *,
+    is_for_tier: bool,
 ) -> Restored:
     nearest = await replicas.nearest()
     manifest = replicas.manifest
@@ -197,16 +215,22 @@ async def _fetch(
             f"read tensors of {checkpoint}: another program wrote it, and tierd does not read its files",
             hint="`tierd restore` without --only, --rank and --format gives its folder back",
         )
+    check_node(manifest, node)
+    is_of_nodes = manifest.is_adopted and manifest.world_size > 1 and not is_for_tier
     adopted: AdoptedOutput | None = None
     began_s = time.monotonic()
     files = subset.files(manifest) if subset else [entry.name for entry in manifest.files]
-    needed_bytes = 0 if subset else manifest.size_bytes * (2 if convert else 1)
+    needed_bytes = 0 if subset or is_of_nodes else manifest.size_bytes * (2 if convert else 1)
     keep = partial_keys(manifest, files)
     with atomic_output(target, size_bytes=needed_bytes, keep=keep, access=replicas.access) as output:
         store = DirectoryStore(output.folder, access=output.access, url=f"file://{output.partial}")
         try:
             if subset:
                 wanted_bytes, made = await fetch_subset(subset, manifest, files, replicas, store, output)
+            elif is_of_nodes:
+                parts = PartsOutput(manifest, node, replicas, store, output)
+                adopted = await parts.fetch()
+                wanted_bytes, made = parts.wanted_bytes, adopted.build()
             else:
                 fetch = Fetch(manifest, store)
                 await replicas.complete(fetch, output, f"step {checkpoint.step}")
@@ -220,7 +244,9 @@ async def _fetch(
             if convert:
                 output.is_worth_keeping = False
                 made = await convert(made, manifest, output)
-            size_bytes = sum(file.stat().st_size for file in made.iterdir()) if subset else manifest.size_bytes
+            size_bytes = wanted_bytes if is_of_nodes else manifest.size_bytes
+            if subset:
+                size_bytes = sum(file.stat().st_size for file in made.iterdir())
             output.publish(made)
             if adopted is not None:
                 adopted.finish(target)
@@ -241,10 +267,11 @@ async def _fetch(
         seconds=round(seconds, 6),
         bytes_per_s=round(sum(given_bytes.values()) / max(seconds, 1e-6)),
         is_verified=True,
-        is_whole=subset is None,
+        is_whole=subset is None and node is None,
         given_bytes=given_bytes,
         resumed_bytes=wanted_bytes - sum(given_bytes.values()),
         passed_over={name: error.message for name, error in replicas.passed_over.items()},
+        node=node,
     )
 
 

@@ -12,6 +12,7 @@ from tierd.cli.console import print_report
 from tierd.cli.options import settings_of
 from tierd.config.environment import check_names
 from tierd.config.file import source_of, systemd
+from tierd.config.watches import check_nodes
 from tierd.format.manifest import FORMAT_VERSION
 from tierd.format.wire import PROTOCOL_VERSION
 
@@ -22,6 +23,7 @@ def serve(context: typer.Context) -> int:
     check_names()
     settings = settings_of(context)
     config = settings.config()
+    check_nodes(config)
     from tierd.daemon import serve
 
     failpoints.arm()

@@ -15,13 +15,13 @@ from tierd.cli.note import NotedCheckpoint, note_line, notes_of
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
 from tierd.errors import BadConfig, NotFound
-from tierd.format.node_file import ranks_text
 from tierd.format.text import counted
 from tierd.lifecycle.selection import AUTO, MEMORY, select
 from tierd.status.checkpoint_report import CheckpointReport, checkpoint_report, checkpoint_rows, read_diagnosis
 from tierd.status.report import tiers_text
 
 NOT_WHOLE = "the other ranks' shards are on other nodes"
+OTHER_PARTS = "the other nodes adopt the rest"
 
 
 async def show(
@@ -81,7 +81,7 @@ def _print(report: CheckpointReport, noted: NotedCheckpoint) -> None:
         "sequence": f"{manifest.sequence}, counted from 1 in its run",
         "created": f"{manifest.created_at}, {age(manifest.created_at)} ago",
         "kind": manifest.kind,
-        "ranks": manifest.world_size,
+        "nodes" if manifest.is_adopted and manifest.world_size > 1 else "ranks": manifest.world_size,
         "size": f"{size(manifest.size_bytes)} in {counted(len(manifest.files), 'file')}",
         "metrics": metrics_line(manifest.metrics) or "-",
         "tiers": ", ".join(report.tiers) or "none has it whole",
@@ -96,7 +96,8 @@ def _print(report: CheckpointReport, noted: NotedCheckpoint) -> None:
     for each in noted.notes:
         print_result(f"{'note':<14}{note_line(each)}")
     for tier, part in ({} if report.parts is UNSET else report.parts).items():
-        print_result(f"{f'in {tier}':<14}only ranks {ranks_text(part.ranks)} of {part.world_size}: {NOT_WHOLE}")
+        others = OTHER_PARTS if part.is_adopted is True else NOT_WHOLE
+        print_result(f"{f'in {tier}':<14}only {part.whose}: {others}")
     print_result("")
     rows = [[file.name, str(file.size_bytes), str(len(file.chunks)), file.crc64nvme] for file in manifest.files]
     table(["FILE", "BYTES", "CHUNKS", "CRC64NVME"], rows, right=("BYTES", "CHUNKS"))

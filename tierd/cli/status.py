@@ -214,7 +214,9 @@ def _print(report: StatusReport, settings: Settings) -> None:
 
 
 def _print_watch(watch: WatchReport) -> None:
-    parts = [f"watch {watch.path} ({watch.preset}) for {watch.run}: {watch.adopted} adopted since the daemon's start"]
+    node = f", node {watch.node} of {watch.nodes}" if watch.nodes > 1 else ""
+    what = f"watch {watch.path} ({watch.preset}) for {watch.run}{node}"
+    parts = [f"{what}: {watch.adopted} adopted since the daemon's start"]
     parts += [] if watch.newest_step is None else [f"the newest of step {watch.newest_step}"]
     parts += [f"{watch.pending} complete and not adopted yet"] if watch.pending else []
     parts += [f"polled: {watch.polled_because}"] if watch.is_there and watch.polled_because else []
@@ -312,8 +314,7 @@ def _print_run(run: RunReport, settings: Settings, tiers: list[TierReport]) -> N
         for tier, part in nodes.parts.items():
             print_result(f"  {tier:<10} {_newest(part)}, {part}")
         for tier, awaited in nodes.awaited.items():
-            of = f"step {awaited.step} waits for the parts of ranks {ranks_text(awaited.ranks)}"
-            print_result(f"  {tier:<10} {of} of {awaited.world_size}, of other nodes")
+            print_result(f"  {tier:<10} step {awaited.step} {_awaited(awaited)}")
         if nodes.copied:
             print_result(f"  copy       {_newest(nodes.copied)}, {nodes.copied}, of another node")
         if nodes.roster is not UNSET and nodes.roster:
@@ -328,7 +329,7 @@ def _print_run(run: RunReport, settings: Settings, tiers: list[TierReport]) -> N
         steps = ", ".join(map(str, dict.fromkeys(run.unhealthy_steps)))  # a step may be of several generations
         print_result(f"  UNHEALTHY: step {steps}: numbers that are not finite, or a bad loss")
     nothing = "no tier here has a whole checkpoint; a restart of the run reads the parts of all nodes"
-    nothing = f"  {nothing}" if nodes and nodes.parts else "  nothing restorable"
+    nothing = f"  {nothing}" if nodes and nodes.parts and nodes.is_adopted is not True else "  nothing restorable"
     print_result(f"  get it back:  {_restore_command(run, settings)}" if newest else nothing)
     print_result("")
 
@@ -352,6 +353,13 @@ def _risk(risk: RiskReport, tiers: list[TierReport]) -> str:
 def _newest(checkpoint: NewestCheckpoint | NewestPart) -> str:
     age = "" if checkpoint.age_s is None else f"{duration(checkpoint.age_s)} ago"
     return f"step {checkpoint.step:<10} generation {checkpoint.generation:<6} {age}"
+
+
+def _awaited(awaited: NewestPart) -> str:
+    if awaited.is_adopted is True:
+        there, count = awaited.world_size - len(awaited.ranks), awaited.world_size
+        return f"has the parts of {there} of {count} nodes; missing: {ranks_text(awaited.ranks)}"
+    return f"waits for the parts of {awaited.whose}, of other nodes"
 
 
 def _restore_command(run: RunReport, settings: Settings) -> str:

@@ -23,6 +23,7 @@ from tierd.format import run_secret
 PREFIX = "TIERD_"
 KEY_FILE = "TIERD_KEY_FILE"
 SWITCHES = "SLURM_TOPOLOGY_ADDR"
+NODE = "SLURM_NODEID"
 DOMAIN = "TIERD_PEERS_DOMAIN"
 OTHERS = (
     "TIERD_CONFIG",
@@ -70,13 +71,14 @@ LISTS = {_variable(keys): ".".join(keys) for keys, kind in _keys(Config) if get_
 def apply(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
     """TIERD_HOT_PATH sets hot.path, TIERD_LIFECYCLE_HOT_KEEP_LAST lifecycle.hot.keep_last, and so on. TIERD_KEY_FILE is
     short for TIERD_SECURITY_KEY_FILE. Slurm tells the switches above a node: "s1.s7.node3" is below s7, which is below
-    s1. Raises BadConfig for a value of the wrong type."""
+    s1; and the number of the node, from 0. Raises BadConfig for a value of the wrong type."""
     if KEY_FILE in environ:
         environ = {"TIERD_SECURITY_KEY_FILE": environ[KEY_FILE], **environ}
     peers = tree.get("peers", {})
     has_domain = not isinstance(peers, dict) or peers.get("domain")  # load() refuses what is not a table
     if (switches := environ.get(SWITCHES, "").rpartition(".")[0]) and not has_domain:
         environ = {DOMAIN: switches, **environ}
+    _number_nodes(tree.get("watch"), environ.get(NODE, ""))
     for name, (keys, kind) in SCALARS.items():
         raw = environ.get(name)
         if raw is None:
@@ -90,6 +92,13 @@ def apply(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
             section[keys[-1]] = msgspec.convert(raw, kind, strict=False)
         except (msgspec.ValidationError, UnicodeError) as error:
             raise BadConfig(f"read ${name}={raw!r}: {error}", hint=f"it sets {'.'.join(keys)}") from error
+
+
+def _number_nodes(watches: Any, number: str) -> None:
+    """Of the folders in which each node writes its own files. load() refuses what is not a list of tables."""
+    for watch in watches if isinstance(watches, list) and number.isascii() and number.isdecimal() else ():
+        if isinstance(watch, dict) and watch.get("nodes", 1) != 1 and "node" not in watch:
+            watch["node"] = int(number)
 
 
 def overriding(environ: Mapping[str, str]) -> list[str]:

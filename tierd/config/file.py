@@ -326,6 +326,8 @@ def _mistakes_of_watches(config: Config) -> Iterator[_Mistake]:
             yield f"{key}: run", watch.run, "another run than that of another watch"
         for field, value, expected in watch_mistakes(watch):
             yield f"{key}: {field}", value, expected
+        if watch.nodes > 1 and not config.cold:
+            yield f"{key}: nodes", watch.nodes, "a cold tier that all nodes share: their parts meet there"
 
 
 def _mistakes_of_sidecars(config: Config) -> Iterator[_Mistake]:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tierd.access import Access, access_of
+from tierd.format.ids import WORLD_SIZE_MAX
 from tierd.format.manifest import MANIFEST_BYTES_MAX
 from tierd.format.wire import SLOTS_MAX, SLOTS_MIN
 
@@ -202,6 +203,10 @@ class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # remove: each but the newest is deleted there when all tiers that keep it have it
     source: Literal["keep", "remove"] = "keep"
     quiet_s: Positive = 10.0  # for so long, a complete checkpoint must not have changed
+    # more than 1: so many nodes write their own files of one checkpoint, each into a folder of its own
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=WORLD_SIZE_MAX)] = 1
+    # with nodes: which one this is, from 0, the node of rank 0; -1: as $SLURM_NODEID says
+    node: Annotated[int, msgspec.Meta(ge=-1)] = -1
 
 
 class SidecarsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,10 +1,14 @@
-"""What a preset, or a pattern and a marker, of other programs' checkpoints must be: of [[watch]] and `tierd adopt`."""
+"""What a preset, or a pattern and a marker, of other programs' checkpoints must be: of [[watch]] and `tierd adopt`.
+
+Commands also run where the number of the node is not known, as on the login node of a cluster; the daemon needs it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tierd.config.sections import WatchConfig
+from tierd.config.sections import Config, WatchConfig
+from tierd.errors import BadConfig
 
 
 def watch_mistakes(watch: WatchConfig) -> Iterator[tuple[str, object, str]]:
@@ -21,6 +25,12 @@ def watch_mistakes(watch: WatchConfig) -> Iterator[tuple[str, object, str]]:
         yield "marker", watch.marker, "a path in a checkpoint that is a folder"
     if watch.renamed and (watch.preset or watch.marker):
         yield "renamed", watch.renamed, "false with a preset or a marker"
+    if watch.nodes > 1 and not is_folder:
+        yield "nodes", watch.nodes, "1 where a checkpoint is a single file"
+    if watch.nodes > 1 and watch.node >= watch.nodes:
+        yield "node", watch.node, f"0 to {watch.nodes - 1}"
+    if watch.nodes == 1 and watch.node > 0:
+        yield "node", watch.node, "left out without nodes"
 
 
 def _pattern_problem(pattern: str) -> str:
@@ -31,3 +41,13 @@ def _pattern_problem(pattern: str) -> str:
     if "/" in name or "\0" in name:
         return "the name of a file, or of a folder with one slash at the end"
     return ""
+
+
+def check_nodes(config: Config) -> None:
+    """Raises BadConfig if this process cannot be the daemon of this config: it is not said which node this is."""
+    for watch in config.watch:
+        if watch.nodes > 1 and watch.node < 0:
+            raise BadConfig(
+                f"watch {watch.path}: it is not said which of the {watch.nodes} nodes this is",
+                hint=f"set node = 0 to {watch.nodes - 1} in [[watch]], or start it under Slurm: it sets SLURM_NODEID",
+            )

@@ -1,19 +1,21 @@
 """The tree of an adopted checkpoint: the files, folders and links that another program wrote, and how they are stored.
 
 It is the file `adopted.json` beside the stored files, and one of the manifest's files. Decoding checks that no path and
-no link leads out of the tree, and that the tree and the manifest name the same files.
+no link leads out of the tree, and that the tree and the manifest name the same files. Of a checkpoint over several
+nodes each node has a tree of its own, and all its stored files have the node's prefix.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from tierd.errors import Corrupt, NewerFormat
-from tierd.format.manifest import Manifest
+from tierd.errors import Corrupt, NewerFormat, Unsupported
+from tierd.format import layout
+from tierd.format.manifest import FileEntry, Manifest
 
 FORMAT_VERSION = 1
 TREE_FILE = "adopted.json"
@@ -24,6 +26,7 @@ DEPTH_MAX = 64
 MODIFIED_NS_MAX = (1 << 63) - 1  # the year 2262
 MODE_MASK = 0o777  # no set-user-ID: a bucket must not be able to ask for it
 _STORED_CHARS_MAX = 150
+_NAMED_MAX = 5  # paths in a message
 
 
 class TreeEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -60,22 +63,36 @@ class _Version(msgspec.Struct):
     format_version: int
 
 
-def decode_tree(raw: bytes, manifest: Manifest, *, where: str) -> AdoptedTree:
-    """Raises NewerFormat for a later version, Corrupt for any other violation of the format."""
-    action = f"decode {TREE_FILE} of {manifest.id} in {where}"
+def tree_file(node: int | None) -> str:
+    """The name of the tree of a node; None: of the only one."""
+    return TREE_FILE if node is None else layout.part_prefix(node) + TREE_FILE
+
+
+def nodes_of(manifest: Manifest) -> list[int | None]:
+    """What `decode_tree` takes for each tree of an adopted checkpoint, or of a node's part of one."""
+    if manifest.world_size == 1:
+        return [None]
+    names = {entry.name for entry in manifest.files}
+    return [node for node in range(manifest.world_size) if tree_file(node) in names]
+
+
+def decode_tree(raw: bytes, manifest: Manifest, *, where: str, node: int | None = None) -> AdoptedTree:
+    """`node`: of several, whose tree it is. Raises NewerFormat for a later version, Corrupt for any other violation of
+    the format."""
+    action = f"decode {tree_file(node)} of {manifest.id} in {where}"
     try:
         version = msgspec.json.decode(raw, type=_Version).format_version
         if version > FORMAT_VERSION:
             message = f"{action}: format version {version}, this tierd reads up to {FORMAT_VERSION}"
             raise NewerFormat(message, hint="upgrade tierd")
         tree = msgspec.json.decode(raw, type=AdoptedTree)
-        _check(tree, manifest)
+        _check(tree, manifest, node)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Corrupt(f"{action}: {error}", hint="docs/FORMAT.md#adopted-checkpoints") from error
     return tree
 
 
-def _check(tree: AdoptedTree, manifest: Manifest) -> None:
+def _check(tree: AdoptedTree, manifest: Manifest, node: int | None) -> None:
     """Raises ValueError for the first violation."""
     if len(tree.entries) > ENTRIES_MAX:
         raise ValueError(f"{len(tree.entries)} entries")
@@ -95,7 +112,9 @@ def _check(tree: AdoptedTree, manifest: Manifest) -> None:
             raise ValueError(f"link {entry.path[:80]!r} leads out of the tree")
         kinds[entry.path] = entry.kind
     stored = [entry.stored_as for entry in tree.files]
-    if sorted([TREE_FILE, *stored]) != sorted(entry.name for entry in manifest.files):
+    prefix = "" if node is None else layout.part_prefix(node)
+    listed = [entry.name for entry in manifest.files if entry.name.startswith(prefix)]
+    if sorted([tree_file(node), *stored]) != sorted(listed):
         raise ValueError("its files are not those of the manifest")
 
 
@@ -130,13 +149,55 @@ def leads_out(path: str, target: str) -> bool:
     return bool(rest) and bool(path_problem("/".join(rest)))
 
 
-def stored_name(index: int, path: str) -> str:
-    """The name in a tier of a file of the tree. `index` makes it unique; the rest is for people."""
+def stored_name(index: int, path: str, node: int | None = None) -> str:
+    """The name in a tier of a file of the tree. `node` and `index` make it unique; the rest is for people."""
     shown = re.sub(r"[^A-Za-z0-9._-]", "-", path.rpartition("/")[2])[:_STORED_CHARS_MAX]
-    return f"{index:05d}-{shown}" + ("-" if shown.endswith(".partial") else "")
+    prefix = "" if node is None else layout.part_prefix(node)
+    return f"{prefix}{index:05d}-{shown}" + ("-" if shown.endswith(".partial") else "")
 
 
 def new_tree(*, name: str, is_file: bool, mode: int, entries: Sequence[TreeEntry]) -> AdoptedTree:
     return AdoptedTree(
         format_version=FORMAT_VERSION, name=name, is_file=is_file, mode=mode & MODE_MASK, entries=list(entries)
     )
+
+
+def merged(trees: Mapping[int, AdoptedTree], manifest: Manifest) -> AdoptedTree:
+    """One tree with what each node has, by its number. What several have is stored once, with the latest time.
+
+    Raises Unsupported where two nodes have different things under one path.
+    """
+    files = {entry.name: entry for entry in manifest.files}
+    kept: dict[str, tuple[int, TreeEntry]] = {}
+    conflicts: dict[str, tuple[int, int]] = {}
+    first = min(trees)
+    for node, tree in sorted(trees.items()):
+        if tree.mode != trees[first].mode:
+            conflicts.setdefault(".", (first, node))
+        for entry in tree.entries:
+            other_node, other = kept.setdefault(entry.path, (node, entry))
+            if not _is_same(entry, other, files):
+                conflicts.setdefault(entry.path, (other_node, node))
+            elif entry.modified_ns > other.modified_ns:
+                newer = msgspec.structs.replace(other, modified_ns=entry.modified_ns)
+                kept[entry.path] = (other_node, newer)
+    if conflicts:
+        named = [f"{ascii(path)[1:-1]} (nodes {one} and {two})" for path, (one, two) in list(conflicts.items())]
+        more = f" and {len(named) - _NAMED_MAX} more" if len(named) > _NAMED_MAX else ""
+        raise Unsupported(
+            f"merge the folders of the {len(trees)} nodes of {manifest.id}: they differ in "
+            f"{', '.join(named[:_NAMED_MAX])}{more}",
+            hint="--node N restores the folder of one node as it was",
+        )
+    entries = sorted((entry for _, entry in kept.values()), key=lambda entry: entry.path.split("/"))
+    return msgspec.structs.replace(trees[first], entries=entries)
+
+
+def _is_same(one: TreeEntry, other: TreeEntry, files: Mapping[str, FileEntry]) -> bool:
+    """Whether two entries with one path have the same kind, mode and bytes."""
+    if (one.kind, one.mode, one.target) != (other.kind, other.mode, other.target):
+        return False
+    if one.kind != "file":
+        return True
+    entry = files[one.stored_as]
+    return msgspec.structs.replace(entry, name=other.stored_as) == files[other.stored_as]

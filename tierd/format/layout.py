@@ -24,6 +24,7 @@ MANIFEST = "manifest.json"
 NODE_FILES_END = "node."  # sorts after the node files, the manifest and the tombstone, and before the shards
 GONE = "gone.json"  # a tombstone in a cold tier: the checkpoint is deleted, whatever else is in its folder
 HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
+HEAD = "head.json"  # a marker in a cold tier: what node 0 of a watched run says of the checkpoint, before any part
 PARTIAL_SUFFIX = ".partial"  # a file being written; it is renamed when it is complete and durable
 LOCK = ".tierd.lock"
 KNOWN_TIERS = ".tierd-known"  # a folder of the hot directory: which place each cold tier is
@@ -75,12 +76,22 @@ def node_files(file_names: Iterable[str]) -> list[str]:
     return sorted(name for name in file_names if parse_node_file(name) is not None)
 
 
+def part_prefix(node: int) -> str:
+    """Of the names of the files that one node of several has adopted."""
+    return f"part-{node:05d}-"
+
+
 def checkpoint_prefix(checkpoint: CheckpointId) -> str:
     return file_key(checkpoint, "")
 
 
 def file_key(checkpoint: CheckpointId, name: str) -> str:
     return f"{checkpoint.run}/{checkpoint.name}/{name}"
+
+
+def step_prefix(run: Run, step: int) -> str:
+    """Of the keys of all checkpoints of this step, whatever their generation."""
+    return f"{run}/{step:012d}-g"
 
 
 def manifest_key(checkpoint: CheckpointId) -> str:
@@ -151,7 +162,7 @@ def diagnosis_key(checkpoint: CheckpointId, *, is_healthy: bool) -> str:
 
 def is_marker(file_name: str) -> bool:
     """Whether a file in a checkpoint's folder is a marker of it."""
-    return file_name in (HEALTHY, UNHEALTHY, GONE) or mark_of(file_name) is not None
+    return file_name in (HEALTHY, UNHEALTHY, GONE, HEAD) or mark_of(file_name) is not None
 
 
 def is_ours(file_name: str) -> bool:

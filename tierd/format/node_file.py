@@ -3,6 +3,9 @@
 A node uploads its shards, then its node file. When the node files of a checkpoint cover every rank, any node can
 assemble the manifest: all of them make the same bytes, so it does not matter who commits.
 
+Nodes that watch folders of other programs do the same: such a part has one rank, the number of the node, and its files
+are those that the node has adopted.
+
 Spec: docs/FORMAT.md#node-files.
 """
 
@@ -17,6 +20,7 @@ import msgspec
 
 from tierd.errors import Corrupt
 from tierd.format import layout
+from tierd.format.adopted import tree_file
 from tierd.format.ids import CheckpointId, Rank
 from tierd.format.manifest import FileEntry, Head, Manifest, check_files, decode_file
 
@@ -28,7 +32,8 @@ _HINT = "the checkpoint is not committed, nothing is overwritten; docs/RUNBOOK.m
 class NodeFile(Manifest, frozen=True, kw_only=True):
     """The manifest of one node's part of a checkpoint. The fields of Head are the same on every node. `claim`: the
     random bits of the start that claimed the generation. `ranks`: of this node, ascending; `files`: their shards, in
-    this order. `is_healthy`: None if they were not examined. `milestone`: empty if the snapshot is none."""
+    this order; if it is adopted, the tree of the node and what it has stored. `is_healthy`: None if they were not
+    examined. `milestone`: empty if the snapshot is none."""
 
     claim: str
     ranks: list[int]
@@ -48,6 +53,8 @@ class NodeFile(Manifest, frozen=True, kw_only=True):
     @property
     def extent(self) -> str:
         """Which ranks it has, as a person reads it."""
+        if self.is_adopted:
+            return f"only the part of node {self.ranks[0]} of {self.world_size} nodes"
         others = other_ranks_text(self.ranks, self.world_size)
         return f"only the part of one node: ranks {ranks_text(self.ranks)} of {self.world_size}, not {others}"
 
@@ -145,16 +152,17 @@ def assemble(node_files: Collection[NodeFile]) -> Manifest:
         if one.head != other.head:
             differing = [name for name in Head.__struct_fields__ if getattr(one, name) != getattr(other, name)]
             raise Corrupt(f"{action}: {one.name} and {other.name} differ in {', '.join(differing)}", hint=_HINT)
-    files: dict[int, FileEntry] = {}
+    files: dict[int, list[FileEntry]] = {}
     for part in parts:
-        for rank, entry in zip(part.ranks, part.files, strict=True):
+        of_ranks = [part.files] if part.is_adopted else [[entry] for entry in part.files]
+        for rank, entries in zip(part.ranks, of_ranks, strict=True):
             if rank in files:
                 raise Corrupt(f"{action}: rank {rank} is in {part.name} and in another node file", hint=_HINT)
-            files[rank] = entry
+            files[rank] = entries
     if missing := missing_ranks(parts):
         shown = ", ".join(map(str, missing[:8]))
         raise Corrupt(f"{action}: {len(missing)} ranks have no node file: {shown}", hint=_HINT)
-    return Manifest(**_head_fields(parts[0]), files=[files[rank] for rank in sorted(files)])
+    return Manifest(**_head_fields(parts[0]), files=[entry for rank in sorted(files) for entry in files[rank]])
 
 
 def verdict(node_files: Collection[NodeFile]) -> bool | None:
@@ -178,12 +186,29 @@ def _check(node_file: NodeFile) -> None:
         raise ValueError("its ranks are not ascending")
     if ranks[0] < 0 or ranks[-1] >= world_size:
         raise ValueError(f"ranks {ranks[0]} to {ranks[-1]} of world size {world_size}")
-    if len(node_file.claim) != CLAIM_DIGITS or not set(node_file.claim) <= set("0123456789abcdef"):
-        raise ValueError(f"claim {node_file.claim[:40]!r}")
+    check_claim(node_file.claim)
     if node_file.milestone and layout.milestone_of(f"milestone-{node_file.milestone}.json") is None:
         raise ValueError(f"milestone {node_file.milestone[:80]!r}")
-    _check_names(ranks, world_size, node_file.files)
+    if node_file.is_adopted:
+        _check_adopted(ranks, node_file.files)
+    else:
+        _check_names(ranks, world_size, node_file.files)
     check_files(node_file.files)
+
+
+def check_claim(claim: str) -> None:
+    """Raises ValueError."""
+    if len(claim) != CLAIM_DIGITS or not set(claim) <= set("0123456789abcdef"):
+        raise ValueError(f"claim {claim[:40]!r}")
+
+
+def _check_adopted(ranks: Sequence[int], files: Sequence[FileEntry]) -> None:
+    if len(ranks) != 1:
+        raise ValueError(f"{len(ranks)} ranks of what one node has adopted")
+    names = [entry.name for entry in files]
+    prefix = layout.part_prefix(ranks[0])
+    if tree_file(ranks[0]) not in names or not all(name.startswith(prefix) for name in names):
+        raise ValueError("its files are not those that its node has adopted")
 
 
 def _check_names(ranks: Sequence[int], world_size: int, files: Sequence[FileEntry]) -> None:

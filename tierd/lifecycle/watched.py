@@ -40,6 +40,7 @@ class Whole(Enum):
     FORMAT = "format"  # as its own format says, where that is known
     NAMED = "named"  # the file beside the checkpoints names the checkpoint
     PRESENT = "present"  # it is renamed into place
+    ANNOUNCED = "announced"  # it is on node 0 alone, whose daemon announces the checkpoint to the other nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +147,9 @@ def preset_of(watch: WatchConfig) -> Preset:
     if watch.preset:
         preset = PRESETS[watch.preset]
         if not watch.marker:
-            return preset
+            # DCP's coordinator, which is rank 0, renames .metadata when all ranks have written.
+            is_elsewhere = watch.node > 0 and preset.marker == _DCP.marker
+            return replace(preset, marker="", whole=Whole.ANNOUNCED) if is_elsewhere else preset
         whole = preset.whole if preset.marker and _suffix(preset.marker) == _suffix(watch.marker) else Whole.PRESENT
         return replace(preset, marker=watch.marker, whole=whole, beside="")
     glob = watch.pattern.removesuffix("/")
@@ -274,6 +277,8 @@ def _unfinished(entry: Listed, preset: Preset, named: Collection[str]) -> str:
     if preset.whole is Whole.NAMED:
         # It is not known whether the file has named the other entries earlier.
         return "" if entry.name in named else f"{preset.beside} does not name it"
+    if preset.whole is Whole.ANNOUNCED:
+        return ""
     what = preset.marker or entry.name
     if entry.marker is None:
         return f"{what} is not there yet"

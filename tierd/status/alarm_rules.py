@@ -310,7 +310,7 @@ def _of_nodes(run: RunReport) -> Iterator[Alarm]:
     assert nodes is not UNSET
     for tier, awaited in nodes.awaited.items():
         if awaited.age_s is not None and awaited.age_s > COMMIT_STALLED_S:
-            missing = f"step {awaited.step} waits for the parts of ranks {ranks_text(awaited.ranks)}"
+            missing = f"step {awaited.step} waits for the parts of {awaited.whose}"
             what = f"{run.run} commits nothing in {tier}: {missing}"
             yield _alarm("TierdCommitStalled", WARNING, what, "commit-stalled", "tierd status")
     roster = nodes.roster or []

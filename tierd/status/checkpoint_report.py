@@ -17,7 +17,7 @@ from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY, Candidate
-from tierd.status.report import PartReport, part_report
+from tierd.status.report import PartReport, part_report, sent_report
 from tierd.tiers.readable_tier import ReadableTier
 
 
@@ -98,7 +98,7 @@ def parts_of(catalog: Catalog, checkpoint: CheckpointId, in_memory: Manifest | N
         parts[HOT] = part_report(entry.part)
     sent = catalog.sent(checkpoint.run)
     names = [tier for tier in catalog.tiers if (tier, checkpoint) in sent]
-    return parts | {tier: PartReport(**sent[tier, checkpoint]._asdict()) for tier in names}
+    return parts | {tier: sent_report(sent[tier, checkpoint]) for tier in names}
 
 
 async def read_diagnosis(entry: Entry, tiers: Mapping[str, ReadableTier]) -> Diagnosis | None:

@@ -9,7 +9,8 @@ class WatchReport(msgspec.Struct, kw_only=True):
     """A folder whose checkpoints are adopted. `polled_because`: empty where inotify reports changes. `holder`: the node
     whose daemon adopts; empty: this one. `adopted`: since the daemon's start. `pending`: complete ones that are not
     adopted yet. `waiting`: why others are not complete. `notes`: what else was seen, and what was missed. `problems`:
-    what keeps something from being adopted."""
+    what keeps something from being adopted. `nodes`: how many nodes adopt one checkpoint together, each from a folder
+    of its own; `node`: which this is."""
 
     path: str
     run: str
@@ -23,6 +24,8 @@ class WatchReport(msgspec.Struct, kw_only=True):
     waiting: list[str] = []
     notes: list[str] = []
     problems: list[str] = []
+    nodes: int = 1
+    node: int = 0
 
 
 class SidecarReport(msgspec.Struct, kw_only=True):

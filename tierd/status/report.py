@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tierd.catalog.catalog import Catalog
-from tierd.catalog.entry import sum_up_foreign
+from tierd.catalog.entry import SentParts, sum_up_foreign
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.layout import parse_key
 from tierd.format.node_file import NodeFile, ranks_text
@@ -38,15 +38,25 @@ class NewestCheckpoint(msgspec.Struct, kw_only=True):
     age_s: float | None = None
 
 
+def _word(is_adopted: bool | UnsetType) -> str:
+    return "nodes" if is_adopted is True else "ranks"
+
+
 class PartReport(msgspec.Struct, kw_only=True):
     """What a tier has of a checkpoint over several nodes: the shards of `ranks`, of `world_size`. Nothing restores the
-    checkpoint from this alone."""
+    checkpoint from this alone. `is_adopted`: another program wrote it, and `ranks` are nodes."""
 
     ranks: list[int]
     world_size: int
+    is_adopted: bool | UnsetType = UNSET
+
+    @property
+    def whose(self) -> str:
+        word = "node" if self.is_adopted is True and len(self.ranks) == 1 else _word(self.is_adopted)
+        return f"{word} {ranks_text(self.ranks)} of {self.world_size}"
 
     def __str__(self) -> str:
-        return f"part {len(self.ranks)}/{self.world_size} ranks"
+        return f"part {len(self.ranks)}/{self.world_size} {_word(self.is_adopted)}"
 
 
 class NewestPart(PartReport, kw_only=True):
@@ -84,15 +94,13 @@ class NodeReport(msgspec.Struct, kw_only=True):
     lacks_copy: bool = False
 
 
-class NodesReport(msgspec.Struct, kw_only=True):
+class NodesReport(PartReport, kw_only=True):
     """What this node has of a run over several nodes. `ranks`: of this node. `parts`: the newest, by tier. `copied`:
     the newest copy of a part of `partner`. `everywhere`: the newest checkpoint that all nodes have persisted; only the
     daemon knows, once trainers told it. `awaited`: by cold tier, the oldest checkpoint that is not committed
     there, with the ranks whose parts are missing. `roster`: all nodes of the newest start, by rank; not set
     unless they were asked."""
 
-    ranks: list[int]
-    world_size: int
     parts: dict[str, NewestPart] = {}
     roster: list[NodeReport] | UnsetType = UNSET
     everywhere: NewestCheckpoint | None = None
@@ -101,7 +109,7 @@ class NodesReport(msgspec.Struct, kw_only=True):
     awaited: dict[str, NewestPart] = {}
 
     def __str__(self) -> str:
-        return f"ranks {ranks_text(self.ranks)} of {self.world_size}"
+        return self.whose
 
 
 class CadenceReport(msgspec.Struct, kw_only=True):
@@ -265,12 +273,21 @@ def newest_report(checkpoint: CheckpointId, created_at: str, now: datetime) -> N
 
 
 def part_report(part: NodeFile) -> PartReport:
-    return PartReport(ranks=part.ranks, world_size=part.world_size)
+    return PartReport(ranks=part.ranks, world_size=part.world_size, is_adopted=part.is_adopted or UNSET)
+
+
+def sent_report(sent: SentParts) -> PartReport:
+    return PartReport(ranks=sent.ranks, world_size=sent.world_size, is_adopted=sent.is_adopted or UNSET)
 
 
 def newest_part_report(part: NodeFile, now: datetime) -> NewestPart:
     newest = newest_report(part.id, part.created_at, now)
-    return NewestPart(ranks=part.ranks, world_size=part.world_size, **msgspec.to_builtins(newest))
+    return NewestPart(
+        ranks=part.ranks,
+        world_size=part.world_size,
+        is_adopted=part.is_adopted or UNSET,
+        **msgspec.to_builtins(newest),
+    )
 
 
 def awaited_report(catalog: Catalog, run: Run, now: datetime) -> dict[str, NewestPart]:
@@ -322,7 +339,13 @@ def run_report(catalog: Catalog, run: Run, now: datetime) -> RunReport:
     nodes = None
     if part is not None and (in_hot is None or part.id.recency > in_hot.id.recency):
         parts, everywhere = {HOT: newest_part_report(part, now)}, everywhere_report(catalog, run, now)
-        nodes = NodesReport(ranks=part.ranks, world_size=part.world_size, parts=parts, everywhere=everywhere)
+        nodes = NodesReport(
+            ranks=part.ranks,
+            world_size=part.world_size,
+            parts=parts,
+            everywhere=everywhere,
+            is_adopted=part.is_adopted or UNSET,
+        )
     return RunReport(
         run=run,
         generation=catalog.generation_max(run),

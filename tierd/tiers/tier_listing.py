@@ -48,13 +48,16 @@ class Listing:
         self.add_generation(run, generation)
         self.claims.setdefault(run, set()).add(generation)
 
-    def sent_ranks(self, checkpoint: CheckpointId) -> tuple[list[int], int] | None:
+    def sent_ranks(self, checkpoint: CheckpointId) -> tuple[list[int], int, bool] | None:
         """(the ranks whose shards are there, the world size), of a checkpoint over several nodes without a manifest.
-        None of any other."""
+        Of an adopted one, the nodes whose parts are there, their number, and True. None of any other."""
         if checkpoint not in self.node_files or checkpoint in self.gone:
             return None
-        shards = sorted(parsed for name in self.files[checkpoint] if (parsed := layout.parse_shard(name)))
-        return ([rank for rank, _ in shards], shards[0][1]) if shards else None
+        names = self.files[checkpoint]
+        sent = sorted(parsed for name in names if (parsed := layout.parse_shard(name)))
+        if is_adopted := not sent:
+            sent = sorted(parsed for name in names if (parsed := layout.parse_node_file(name)))
+        return [rank for rank, _ in sent], sent[0][1], is_adopted
 
     def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
         """Those that this tier alone gives it."""

@@ -22,9 +22,11 @@ import tierd
 from tierd.catalog.catalog import Catalog
 from tierd.errors import BadRequest, TierUnreachable
 from tierd.format import adopted, checksum, layout
-from tierd.format.adopted import TREE_FILE, AdoptedTree
+from tierd.format.adopted import AdoptedTree
+from tierd.format.announced import Announced
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
-from tierd.format.manifest import ADOPTED, FORMAT_VERSION, FileEntry, Manifest
+from tierd.format.manifest import ADOPTED, FORMAT_VERSION, FileEntry, Head, Manifest
+from tierd.format.node_file import NodeFile
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.pool import ThreadPool, for_each
 from tierd.tiers.readable_tier import ReadableTier
@@ -38,9 +40,10 @@ THREADS = 4
 @dataclass(slots=True)
 class Adoption(abc.ABC):
     """One attempt. `files`: what was stored, in the manifest's order. `cloned_bytes`: of them, those that share blocks
-    with the source."""
+    with the source. `node`: of several that adopt one checkpoint together, whose part it is."""
 
     tree: SourceTree
+    node: int | None = field(default=None, kw_only=True)
     files: list[FileEntry] = field(default_factory=list[FileEntry])
     cloned_bytes: int = 0
 
@@ -53,7 +56,7 @@ class Adoption(abc.ABC):
         progress: Progress | None = None,
     ) -> None:
         """Raises as `scan`, Transient when something has changed since the tree was listed, and as `Store.put`."""
-        stored_tree = self.tree.stored()
+        stored_tree, tree_file = self.tree.stored(self.node), adopted.tree_file(self.node)
         names = {entry.path: entry.stored_as for entry in stored_tree.files}
         entries: dict[str, FileEntry] = {}
 
@@ -65,14 +68,14 @@ class Adoption(abc.ABC):
         await for_each(FILES_IN_FLIGHT, self.tree.files, put)
         await self.check_unchanged()
         raw = stored_tree.encode()
-        entries[TREE_FILE] = await store.put(
-            layout.file_key(checkpoint, TREE_FILE),
+        entries[tree_file] = await store.put(
+            layout.file_key(checkpoint, tree_file),
             memoryview(raw),
             size_bytes=len(raw),
             chunk_bytes=checksum.CHUNK_BYTES,
             algorithm=algorithm,
         )
-        self.files = [entries[name] for name in (TREE_FILE, *names.values())]
+        self.files = [entries[name] for name in (tree_file, *names.values())]
 
     @abc.abstractmethod
     async def can_clone_into(self, folder: int) -> bool:
@@ -90,20 +93,14 @@ class Adoption(abc.ABC):
 
     def manifest(self, checkpoint: CheckpointId, *, sequence: int) -> Manifest:
         """What commits the files that `copy` has stored. It is created when the newest of them was written."""
-        return Manifest(
-            format_version=FORMAT_VERSION,
-            run=checkpoint.run,
-            step=checkpoint.step,
-            generation=checkpoint.generation,
-            sequence=sequence,
-            parent=None,
-            world_size=1,
-            created_at=created_at(self.tree),
-            kind=ADOPTED,
-            metrics={},
-            architecture_hash="",
-            versions={"tierd": tierd.__version__},
-            files=self.files,
+        head = new_head(checkpoint, self.tree, sequence=sequence)
+        return Manifest(**msgspec.structs.asdict(head), files=self.files)
+
+    def part(self, announced: Announced) -> NodeFile:
+        """What commits the files that `copy` has stored, as the part of `node`."""
+        assert self.node is not None
+        return NodeFile(
+            **msgspec.structs.asdict(announced), files=self.files, ranks=[self.node], is_healthy=None, milestone=""
         )
 
 
@@ -143,6 +140,24 @@ class FolderAdoption(Adoption):
             yield file
         finally:
             file.close()
+
+
+def new_head(checkpoint: CheckpointId, tree: SourceTree, *, sequence: int, world_size: int = 1) -> Head:
+    """`tree`: what is adopted; of several nodes, node 0's. `world_size`: how many nodes adopt it together."""
+    return Head(
+        format_version=FORMAT_VERSION,
+        run=checkpoint.run,
+        step=checkpoint.step,
+        generation=checkpoint.generation,
+        sequence=sequence,
+        parent=None,
+        world_size=world_size,
+        created_at=created_at(tree),
+        kind=ADOPTED,
+        metrics={},
+        architecture_hash="",
+        versions={"tierd": tierd.__version__},
+    )
 
 
 def adopted_id(
@@ -219,23 +234,29 @@ async def scan_settled(path: Path, pool: ThreadPool, now: Callable[[], datetime]
     return tree
 
 
-async def read_tree(tier: ReadableTier, manifest: Manifest) -> AdoptedTree:
-    """The tree of an adopted checkpoint in a tier. Raises Corrupt, NotFound, NewerFormat or TierUnreachable."""
+async def read_tree(tier: ReadableTier, manifest: Manifest, node: int | None = None) -> AdoptedTree:
+    """The tree of an adopted checkpoint in a tier. `node`: of several, whose. Raises Corrupt, NotFound, NewerFormat or
+    TierUnreachable."""
+    name = adopted.tree_file(node)
+    size_bytes = next((entry.size_bytes for entry in manifest.files if entry.name == name), 0)
     raw = await tier.store.get_bytes(
-        layout.file_key(manifest.id, TREE_FILE), size_max=min(_tree_bytes(manifest), adopted.TREE_BYTES_MAX)
+        layout.file_key(manifest.id, name), size_max=min(size_bytes, adopted.TREE_BYTES_MAX)
     )
-    return await asyncio.to_thread(adopted.decode_tree, raw, manifest, where=tier.name)
-
-
-def _tree_bytes(manifest: Manifest) -> int:
-    return next((entry.size_bytes for entry in manifest.files if entry.name == TREE_FILE), 0)
+    return await asyncio.to_thread(adopted.decode_tree, raw, manifest, where=tier.name, node=node)
 
 
 def is_same_tree(stored: AdoptedTree, manifest: Manifest, tree: SourceTree) -> bool:
-    """Whether a checkpoint was adopted from this tree, as far as sizes, modes and times show."""
+    """Whether a checkpoint, or a node's part of it, was adopted from this tree, as far as sizes, modes and times
+    show."""
     sizes = {entry.name: entry.size_bytes for entry in manifest.files}
     same_sizes = [sizes.get(entry.stored_as) for entry in stored.files] == [entry.size_bytes for entry in tree.files]
-    return same_sizes and msgspec.structs.replace(stored, name=tree.name) == tree.stored()
+    return same_sizes and _without_names(stored) == _without_names(tree.stored())
+
+
+def _without_names(tree: AdoptedTree) -> AdoptedTree:
+    """Without its own name, and those that its files have in a tier."""
+    entries = [msgspec.structs.replace(entry, stored_as="") for entry in tree.entries]
+    return msgspec.structs.replace(tree, name="", entries=entries)
 
 
 def was_saved_again(stored: AdoptedTree, tree: SourceTree, marker: str) -> bool:

@@ -80,9 +80,11 @@ class SourceTree:
         """When a name in any of its folders last changed, in Unix time; 0 for a single file."""
         return max([self.changed_ns, *(entry.changed_ns for entry in self.entries)])
 
-    def stored(self) -> adopted.AdoptedTree:
-        """As it is described in a tier."""
-        names = {entry.path: adopted.stored_name(index, entry.path) for index, entry in enumerate(self.files, start=1)}
+    def stored(self, node: int | None = None) -> adopted.AdoptedTree:
+        """As it is described in a tier. `node`: of several that adopt one checkpoint together, whose part it is."""
+        names = {
+            entry.path: adopted.stored_name(index, entry.path, node) for index, entry in enumerate(self.files, start=1)
+        }
         return adopted.new_tree(
             name=self.name,
             is_file=self.is_file,

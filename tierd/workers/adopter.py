@@ -10,11 +10,13 @@ import logging
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from tierd.catalog.listing import is_listed, refresh_run
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Full, LockHeld, TierdError
 from tierd.failpoints import failpoint
+from tierd.format.announced import Announced
 from tierd.format.audit import Action
 from tierd.format.digest import preferred
 from tierd.format.ids import CheckpointId
@@ -40,6 +42,13 @@ def _shares_blocks(tree: SourceTree, hot: Path) -> bool:
         return False  # the first put makes it
 
 
+class Part(NamedTuple):
+    """What a node adopts of a checkpoint over several nodes. `announced`: what node 0 says about it."""
+
+    announced: Announced
+    node: int
+
+
 class Adopter:
     """`pool`: for the calls to the file system of the source."""
 
@@ -47,9 +56,9 @@ class Adopter:
         self._context, self._pool = context, pool
         self._space = HotSpace(context.hot, make_room)
 
-    async def adopt(self, path: Path, key: int, checkpoint: CheckpointId) -> None:
-        """`key`: of the tree that was found to be complete. Raises as `scan`, Transient where it has changed since, and
-        as a put into hot; then nothing is left in hot."""
+    async def adopt(self, path: Path, key: int, checkpoint: CheckpointId, part: Part | None = None) -> None:
+        """`key`: of the tree that was found to be complete. `part`: of a checkpoint over several nodes. Raises as
+        `scan`, Transient where it has changed since, and as a put into hot; then nothing is left in hot."""
         context = self._context
         tree = await scan_settled(path, self._pool, context.now)
         if tree_key(tree) != key:
@@ -63,12 +72,12 @@ class Adopter:
         if missing_bytes := await self._space.missing_bytes(0 if is_free else tree.size_bytes):
             await self._space.free(missing_bytes)
         try:
-            manifest = await self._copy_and_commit(checkpoint, tree)
+            manifest = await self._copy_and_commit(checkpoint, tree, part)
         except Full:
             # There may be a quota, or an overhead, that the free space does not show: then room for all of it.
             if not await self._space.free(tree.size_bytes):
                 raise
-            manifest = await self._copy_and_commit(checkpoint, tree)
+            manifest = await self._copy_and_commit(checkpoint, tree, part)
         context.catalog.add(manifest, context.hot.name)
         reason = f"adopted from {path}"
         context.audit.record(Action.COMMITTED, checkpoint=checkpoint, tier=context.hot.name, reason=reason)
@@ -76,8 +85,9 @@ class Adopter:
         log.info("adopted %s as %s", path, checkpoint)
         context.notify.examined()
 
-    async def _copy_and_commit(self, checkpoint: CheckpointId, tree: SourceTree) -> Manifest:
-        context, attempt = self._context, FolderAdoption(tree, pool=self._pool)
+    async def _copy_and_commit(self, checkpoint: CheckpointId, tree: SourceTree, part: Part | None) -> Manifest:
+        context = self._context
+        attempt = FolderAdoption(tree, pool=self._pool, node=None if part is None else part.node)
         algorithm = "" if context.keyring is None else preferred()
         try:
             with context.throttle.writing(context.hot.name) as count_written:
@@ -87,8 +97,12 @@ class Adopter:
                 await refresh_run(context.catalog, context.hot, checkpoint.run, context.identities)
                 if context.catalog.get(checkpoint) is not None:
                     raise LockHeld(f"adopt {tree.path} as {checkpoint}: another process has just adopted that step")
-                sequence = context.catalog.sequence_max(checkpoint.run) + 1
-                manifest = context.signed(attempt.manifest(checkpoint, sequence=sequence))
+                if part is None:
+                    sequence = context.catalog.sequence_max(checkpoint.run) + 1
+                    manifest = attempt.manifest(checkpoint, sequence=sequence)
+                else:
+                    manifest = attempt.part(part.announced)
+                manifest = context.signed(manifest)
                 failpoint("adopt.commit")
                 await context.hot.commit(manifest)
                 failpoint("adopt.committed")

@@ -108,10 +108,12 @@ class Committer:
         due = [checkpoint for checkpoint in uncommitted if self._look_again_s.get(checkpoint, now_s) <= now_s]
         for checkpoint in sorted(due, key=lambda each: each.recency, reverse=True):
             run = checkpoint.run
-            if run not in context.memory.runs() or not context.is_home(run):
+            is_running = run in context.memory.runs() or run in context.watched_nodes
+            if not is_running or not context.is_home(run):
                 continue
-            is_own = checkpoint.generation == context.memory.generation(run)  # on one node it has no node files
-            if (is_own and context.memory.node(run) is None) or self._catalog.is_part_sent(self._cold.name, checkpoint):
+            # On one node it has no node files.
+            is_alone = context.memory.node(run) is None and checkpoint.generation == context.memory.generation(run)
+            if is_alone or self._catalog.is_part_sent(self._cold.name, checkpoint):
                 continue
             listed_s = context.monotonic_s()
             names = await self._names(checkpoint)
@@ -202,6 +204,8 @@ class Committer:
 
     def _lowest_ranks(self, part: NodeFile) -> list[int]:
         """Of each node; none if no trainer of this generation has joined since the daemon started."""
+        if part.is_adopted:
+            return list(range(part.world_size))
         memory, run = self._context.memory, part.id.run
         node = memory.node(run) if memory.generation(run) == part.generation else None
         return [] if node is None else node.lowest

@@ -109,8 +109,8 @@ def _held(
             part_in.insert(0, MEMORY)
         if healthy is None:
             healthy = False if in_memory.is_unhealthy else in_memory.is_healthy
-    if part is not None and len(part.ranks) >= DESCRIPTORS_MAX:
-        part, part_in = None, []  # it could not be handed over
+    if part is not None and (len(part.ranks) >= DESCRIPTORS_MAX or part.is_adopted):
+        part, part_in = None, []  # it could not be handed over, or no trainer reads it
     return HeldCheckpoint(
         step=checkpoint.step,
         generation=checkpoint.generation,

@@ -126,7 +126,10 @@ class Leftovers:
         return not is_passed and checkpoint in (part.id for part in self._catalog.sent_parts(self._cold.name))
 
     def _may_run_elsewhere(self, checkpoint: CheckpointId) -> bool:
-        """Whether the checkpoint's generation may be running on another node: all but the newest one are fenced."""
+        """Whether the checkpoint's generation may be running on another node: all but the newest one are fenced. What
+        nodes adopt together is in a generation of node 0, which is this one."""
+        if checkpoint.run in self._context.watched_nodes:
+            return False
         here = self._context.memory.generation(checkpoint.run)
         is_newest = checkpoint.generation >= max(here, self._catalog.generation_max(checkpoint.run))
         return is_newest and checkpoint.generation != here

@@ -141,7 +141,7 @@ class Replicator:
     def _awaits_verdict(self, checkpoint: CheckpointId) -> bool:
         """A node file has the verdict on its part, and is never replaced: a part waits for it for a limited time."""
         entry = self._catalog.get(checkpoint)
-        if not self._context.config.health.examine or entry is None or entry.part is None:
+        if not self._context.config.health.examine or entry is None or entry.part is None or entry.part.is_adopted:
             return False
         if self._hot.name in entry.diagnoses:
             return False

@@ -1,26 +1,32 @@
-"""What a watched run has stored already, so that a watcher can tell what is new in its folder."""
+"""What a watched run has stored already, so that a watcher can tell what is new in its folder.
+
+Where several nodes adopt one checkpoint together, it is what this node has stored.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
 
+from tierd.catalog.decisions import lost, waiting
 from tierd.catalog.entry import Entry
 from tierd.context import DaemonContext
 from tierd.errors import NotFound, TierdError, Transient
-from tierd.format.adopted import AdoptedTree
+from tierd.format.adopted import AdoptedTree, merged, nodes_of
 from tierd.format.ids import CheckpointId, Run
-from tierd.transfer.adoption import read_tree
+from tierd.format.layout import parse_key
+from tierd.transfer.adoption import is_same_tree, read_tree
+from tierd.transfer.source_tree import SourceTree
 
 TREES_MAX = 64  # that are kept in memory
 CLOCKS_DIFFER = timedelta(hours=1)  # of the file server and this machine, at most
 
 
 class StoredCheckpoints:
-    """`path`: the watched folder, for errors."""
+    """`path`: the watched folder, for errors. `node`: of several; None: there is one."""
 
-    def __init__(self, context: DaemonContext, run: Run, path: str) -> None:
-        self._context, self._run, self._path = context, run, path
+    def __init__(self, context: DaemonContext, run: Run, path: str, node: int | None = None) -> None:
+        self._context, self._run, self._path, self._node = context, run, path, node
         self._trees: dict[CheckpointId, AdoptedTree] = {}
         self._newest = -1, ""  # as of how many changes of the catalog
 
@@ -49,10 +55,43 @@ class StoredCheckpoints:
         if entry.id not in self._trees:
             tier = next(tier for name, tier in self._context.tiers.items() if name in entry.tiers)
             try:
-                tree = await read_tree(tier, entry.manifest)
+                tree = await read_tree(tier, entry.held(tier.name), self._node_of(entry))
             except NotFound as error:
                 raise Transient(f"watch {self._path}: {error.message}", hint="it is read again") from error
             if len(self._trees) >= TREES_MAX:
                 del self._trees[next(iter(self._trees))]
             self._trees[entry.id] = tree
         return self._trees[entry.id]
+
+    async def is_same(self, entry: Entry, tree: SourceTree) -> bool:
+        """Whether the entry was adopted from this tree, or this is what `tierd restore` makes of the parts of all
+        nodes. Raises as `tree`."""
+        if is_same_tree(await self.tree(entry), entry.manifest, tree):
+            return True
+        nodes = nodes_of(entry.manifest) if entry.is_whole and self._node is not None else []
+        if len(nodes) < 2:
+            return False
+        tier = next(
+            tier for name, tier in self._context.tiers.items() if name in entry.tiers and not entry.is_part_in(name)
+        )
+        with suppress(TierdError):  # they may not fit together
+            trees = {node: await read_tree(tier, entry.manifest, node) for node in nodes if node is not None}
+            return is_same_tree(merged(trees, entry.manifest), entry.manifest, tree)
+        return False
+
+    def _node_of(self, entry: Entry) -> int | None:
+        """Whose tree of the entry is that of this node."""
+        if entry.part is not None:
+            return entry.part.ranks[0]
+        return self._node if entry.manifest.world_size > 1 else None
+
+    def needed_steps(self) -> set[int] | None:
+        """The steps that a tier should still get, or has lost, or that are foreign; None while that is not known."""
+        context, catalog, config = self._context, self._context.catalog, self._context.config
+        if catalog.unlisted() or self._run in {checkpoint.run for _, checkpoint in catalog.unreadable()}:
+            return None
+        steps = {checkpoint.step for each in waiting(catalog, config).values() for checkpoint in each}
+        gone = [each for tier in context.tiers for each in lost(catalog, config, tier)]
+        gone += [each for _, key in catalog.foreign() if (each := parse_key(key)) is not None]
+        steps |= {each.step for each in gone if each.run == self._run}
+        return set(steps)

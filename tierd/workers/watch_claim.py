@@ -2,7 +2,8 @@
 
 The nodes may share the folder, and they share the cold tiers. The holder writes its claim again from time to time.
 When it has been silent for a while, another daemon claims the next generation, and the holder, if it comes back, stops.
-Without a cold tier there is nothing to share, and every daemon adopts into its own hot tier.
+Where each node has a folder of its own, node 0 holds the claim: as with trainers, the daemon that was started last as
+node 0 takes over at once. Without a cold tier there is nothing to share, and every daemon adopts into its own hot tier.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class WatchClaim:
     interval_s = BEAT_S
     is_urgent = False
 
-    def __init__(self, context: DaemonContext, run: Run, path: str) -> None:
-        self._context, self._run = context, run
+    def __init__(self, context: DaemonContext, run: Run, path: str, *, is_node_0: bool = False) -> None:
+        self._context, self._run, self._is_node_0 = context, run, is_node_0
         # The same after a restart of the daemon: it goes on with its own generation.
-        self._number = hashlib.sha256("\0".join((context.config.daemon.node, path, run)).encode()).hexdigest()[:32]
+        self.number = hashlib.sha256("\0".join((context.config.daemon.node, path, run)).encode()).hexdigest()[:32]
         self._held: Generation | None = None
         self._beat_s = -BEAT_S
         self._standing: Standing | None = None
@@ -85,9 +86,11 @@ class WatchClaim:
                         are_silent = await self._is_silent(tier, generation) and are_silent
             except (TierdError, TimeoutError) as error:
                 # The claim is made before the first copy of the generation there.
-                log.warning("watch: claim %s in %s: %s", self._run, tier.name, error or "no answer")
-        if holder and are_silent:
-            log.warning("watch: %s, which adopts for %s, is silent: this node takes over", holder, self._run)
+                log.warning("watch: claim %s in %s: %s", self._run, tier.name, str(error) or "no answer")
+        replaces = self._is_node_0 and self._held is None
+        if holder and (are_silent or replaces):
+            why = "was node 0 of it before" if replaces else "is silent"
+            log.warning("watch: %s, which adopts for %s, %s: this node takes over", holder, self._run, why)
             self._silent.clear()
             await self._list()  # it may have adopted something that is not known here
             return await self._ask(Generation(generation + 1))
@@ -106,7 +109,7 @@ class WatchClaim:
     @property
     def _claim(self) -> Claim:
         claim = Claim.new(self._context.config.daemon.node, self._context.identities.hot)
-        return Claim(node=claim.node, claimed_by=claim.claimed_by, claim=self._number, hot=claim.hot)
+        return Claim(node=claim.node, claimed_by=claim.claimed_by, claim=self.number, hot=claim.hot)
 
     async def _holder(self, tier: Tier, generation: Generation) -> str:
         """The node whose claim is in the tier; empty if it is this one, whose claim is written again."""

@@ -11,60 +11,37 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from tierd.backoff import backoff_s
-from tierd.catalog.decisions import lost, waiting
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.config.sections import WatchConfig
 from tierd.context import DaemonContext
 from tierd.errors import Full, NotFound, TargetNotEmpty, TierdError, TierUnreachable, Transient
 from tierd.format.ids import Run, check_run
-from tierd.format.layout import parse_key
 from tierd.format.text import printable
 from tierd.lifecycle.watched import Listed, Verdicts, beside_name, is_name, judge, misfit, preset_of
 from tierd.status.folder_reports import WatchReport
 from tierd.tiers.pool import ThreadPool
-from tierd.transfer.adoption import THREADS, adopted_id, created_at, is_same_tree, was_saved_again
+from tierd.transfer.adoption import THREADS, adopted_id, created_at, was_saved_again
 from tierd.transfer.atomic_output import clear_abandoned
 from tierd.transfer.source_removal import remove_leftovers, remove_source
 from tierd.transfer.source_tree import SourceTree
 from tierd.transfer.watched_folder import Names, listed, names, read_beside, scan_entry, tree_key
-from tierd.workers.adopter import Adopter
+from tierd.workers.adopter import Adopter, Part
+from tierd.workers.announcements import Announcements
 from tierd.workers.folder_events import EventSource
 from tierd.workers.hot_space import MakeRoom
 from tierd.workers.scan_order import ScanOrder
 from tierd.workers.stored_checkpoints import StoredCheckpoints
 from tierd.workers.watch_claim import WatchClaim
 from tierd.workers.watch_findings import WatchFindings, lines, shown
+from tierd.workers.watched_entry import WatchedEntry
 
 log = logging.getLogger("tierd")
 
 SLOW_INTERVAL_S = 60.0  # between passes with inotify, for changes that it has not reported
 WRITTEN_SLACK_S = 1.0  # between the clock of this machine and the times of files that were just written
-
-
-@dataclass(slots=True)
-class _Seen:
-    """An entry of the folder as of the last pass. `key`: a number that changes when anything in the entry changes.
-    `since_s`: when the entry was first seen with this key. `is_late`: newer checkpoints had been adopted before it was
-    seen. `listed`: its files, read once it was unchanged for long enough. `is_done`: it was adopted or left alone, as
-    of `step`; `note` says why it was left alone. `was_named`: the preset's file beside the checkpoints has named it.
-    `tries`, `not_before_s`: how often its adoption failed, and when it is tried again."""
-
-    key: int
-    since_s: float
-    tree: SourceTree | None
-    is_late: bool
-    listed: Listed | None = None
-    is_done: bool = False
-    is_adopted: bool = False
-    step: int = 0
-    was_named: bool = False
-    note: str = ""
-    tries: int = 0
-    not_before_s: float = 0.0
 
 
 class Watcher:
@@ -77,7 +54,7 @@ class Watcher:
         """`on_change`: called on the event loop when a pass should begin."""
         self._context, self._watch = context, watch
         self.run: Run = check_run(watch.run)
-        self.claim = WatchClaim(context, self.run, watch.path)
+        self.claim = WatchClaim(context, self.run, watch.path, is_node_0=watch.nodes > 1)
         self.interval_s = self._poll_s = context.config.limits.reconcile_interval_s
         self._path, self._preset = Path(watch.path), preset_of(watch)
         timeout_s = 2 * context.config.limits.request_timeout_s
@@ -85,12 +62,13 @@ class Watcher:
         self._adopter = Adopter(context, self._pool, make_room)
         self._events = EventSource(self._path, self._pool, on_change, context.monotonic_s)
         self._was_there: bool | None = None
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, WatchedEntry] = {}
         self._complete_s: dict[str, float] = {}  # not adopted yet: since when each is complete
         self._findings = WatchFindings(context, self.run, self._path)
         self._verdicts = Verdicts()
         self._changing: set[str] = set()  # in the last pass
-        self._stored = StoredCheckpoints(context, self.run, watch.path)
+        self._parts = Announcements(context, watch, self.claim) if watch.nodes > 1 else None
+        self._stored = StoredCheckpoints(context, self.run, watch.path, watch.node if self._parts else None)
         self._holder = ""
         self._adopted, self._newest = 0, -1
         self._order = ScanOrder()
@@ -221,7 +199,7 @@ class Watcher:
         if seen is None or seen.key != key:
             was_adopted = seen is not None and seen.is_adopted
             is_late = created_at(tree) < self._stored.newest_created_at() and not self._was_just_written(tree, now_s)
-            seen = self._seen[name] = _Seen(key, now_s, tree, is_late, is_adopted=was_adopted)
+            seen = self._seen[name] = WatchedEntry(key, now_s, tree, is_late, is_adopted=was_adopted)
         if seen.is_done:
             return ""
         if not tree.files:
@@ -291,14 +269,14 @@ class Watcher:
             if self._holder:
                 return
 
-    async def _adopt_or_skip(self, name: str, step: int, seen: _Seen) -> None:
+    async def _adopt_or_skip(self, name: str, step: int, seen: WatchedEntry) -> None:
         assert seen.tree is not None
         tree, least, seen.step = seen.tree, 1, step
         entries = self._stored.entries()
         former = next((entry for entry in entries if entry.id.step == step), None)
         if former is not None:
             stored = await self._stored.tree(former)
-            if is_same_tree(stored, former.manifest, tree):
+            if await self._stored.is_same(former, tree):
                 return self._done(name, seen)
             if stored.name != tree.name and all(entry.id.step <= step for entry in entries):
                 return self._done(name, seen, note=f"{name} is not adopted: {stored.name} of the same step was")
@@ -310,6 +288,8 @@ class Watcher:
             least = former.id.generation + 1
         if seen.is_late:
             return self._done(name, seen, note=f"{name} is not adopted: newer ones were adopted before")
+        if self._parts is not None:
+            return await self._adopt_part(self._parts, name, step, seen, least)
         if former is not None:
             log.warning("watch %s: %s was saved again, so a new generation begins", self._path, name)
         known = [entry.id for entry in entries]
@@ -319,11 +299,26 @@ class Watcher:
             return None  # in the second case the former holder has adopted it; the next pass compares the two
         checkpoint = adopted_id(self._context.catalog, self.run, step, standing.generation, is_lenient=True)
         await self._adopter.adopt(tree.path, seen.key, checkpoint)
+        return self._has_adopted(name, step, seen)
+
+    async def _adopt_part(self, parts: Announcements, name: str, step: int, seen: WatchedEntry, least: int) -> None:
+        """This node's part of a checkpoint that each node writes into a folder of its own."""
+        assert seen.tree is not None
+        steps = self._verdicts.complete.values()
+        announced = await parts.head(step, seen.tree, least=least, waiting=steps)
+        if isinstance(announced, str):
+            self._verdicts.waiting[name] = announced
+            return
+        await self._adopter.adopt(seen.tree.path, seen.key, announced.id, Part(announced, parts.node))
+        parts.forget(step)
+        self._has_adopted(name, step, seen)
+
+    def _has_adopted(self, name: str, step: int, seen: WatchedEntry) -> None:
         self._context.metrics.watched_total.labels(self.run, "adopted").inc()
         self._adopted, self._newest = self._adopted + 1, step
-        return self._done(name, seen)
+        self._done(name, seen)
 
-    def _done(self, name: str, seen: _Seen, *, note: str = "") -> None:
+    def _done(self, name: str, seen: WatchedEntry, *, note: str = "") -> None:
         """Mark it as adopted, or with a note as left alone."""
         seen.is_done, seen.is_adopted, seen.note, seen.tries, seen.listed = True, not note, note, 0, None
         self._complete_s.pop(name, None)
@@ -336,16 +331,10 @@ class Watcher:
         """Delete the adopted checkpoints from the folder, except the newest, once every tier that keeps them has them.
         Those that no tier keeps any more are deleted too. Those whose replica was lost or is foreign stay, and all of
         them while a replica cannot be read."""
-        context, catalog, config = self._context, self._context.catalog, self._context.config
         step_of = {name: seen.step for name, seen in self._seen.items() if seen.is_adopted and seen.is_done}
-        adopted = sorted(step_of, key=step_of.__getitem__)
-        is_halted = catalog.unlisted() or self.run in {checkpoint.run for _, checkpoint in catalog.unreadable()}
-        if not adopted or self._holder or is_halted:
+        adopted, steps = sorted(step_of, key=step_of.__getitem__), self._stored.needed_steps()
+        if not adopted or self._holder or steps is None:
             return
-        steps = {checkpoint.step for each in waiting(catalog, config).values() for checkpoint in each}
-        gone = [each for tier in context.tiers for each in lost(catalog, config, tier)]
-        gone += [each for _, key in catalog.foreign() if (each := parse_key(key)) is not None]
-        steps |= {each.step for each in gone if each.run == self.run}
         is_newest_held = any(entry.id.step == step_of[adopted[-1]] for entry in self._stored.entries())
         trees = {name: tree for name in adopted if (tree := self._seen[name].tree) is not None}
         kept = {adopted[-1], max(trees, key=lambda name: trees[name].modified_ns, default="")}
@@ -396,4 +385,6 @@ class Watcher:
             waiting=lines([f"{name}: {why}" for name, why in sorted(self._verdicts.waiting.items())]),
             notes=lines([*self._findings.note_lines(), *left_alone]),
             problems=self._findings.problem_lines(),
+            nodes=self._watch.nodes,
+            node=max(self._watch.node, 0),
         )
