@@ -166,6 +166,7 @@ class _Daemon:
             for each in config.watch
         ]
         self._sidecars = SidecarFollower(context) if config.sidecars.path else None
+        self._followers = [*self._watchers, *([self._sidecars] if self._sidecars is not None else [])]
         self._workers = self._make_workers()
         restorer = Restorer(context, self._examiner.judge, self._reaper.make_room)
         self._door = TrainerDoor(context, restorer, spawn=self._spawn)
@@ -239,7 +240,8 @@ class _Daemon:
                     self._systemd.notify("READY=1")
                     await stop.wait()
                     self._systemd.notify("STOPPING=1")
-                    missing = [] if self._lock_error else await drain(context, self._persist, self._persist_ended)
+                    if self._lock_error is None:
+                        missing = await drain(context, self._persist, self._persist_ended, self._followers)
                 exit_code = self._lock_error.exit_code if self._lock_error else 1 if missing else 0
                 end_within(STOP_TIMEOUT_S, exit_code=exit_code)
                 for task in (*tasks, *self._conversations):
@@ -250,10 +252,8 @@ class _Daemon:
             await http.close()
             if self._peers is not None:
                 await self._peers.close()
-            for watcher in self._watchers:
-                await watcher.close()
-            if self._sidecars is not None:
-                await self._sidecars.close()
+            for follower in self._followers:
+                await follower.close()
             if self._lock_error is None:  # else the trail is the other daemon's
                 await context.audit.close()
             for tier in (*context.tiers.values(), *([self._copies.tier] if self._copies is not None else [])):

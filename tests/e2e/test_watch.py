@@ -13,11 +13,18 @@ from tests.support.framework_saves import SAVES, Writer, save_dcp, save_hf
 from tests.support.waiting import wait_until
 
 
-def watching(root: Path, preset: str = "hf-trainer", *, more: str = "", failpoints: str = "") -> Daemon:
+def watching(
+    root: Path,
+    preset: str = "hf-trainer",
+    *,
+    more: str = "",
+    failpoints: str = "",
+    environ: dict[str, str] | None = None,
+) -> Daemon:
     (root / "out").mkdir(parents=True, exist_ok=True)
     watch = f'[[watch]]\npath = "../out"\nrun = "run"\npreset = "{preset}"\nquiet_s = 0.3\n{more}'
-    environ = {"TIERD_FAILPOINTS": failpoints} if failpoints else {}
-    return Daemon(root / "house", more=watch, environ=environ)
+    armed = {"TIERD_FAILPOINTS": failpoints} if failpoints else {}
+    return Daemon(root / "house", more=watch, environ={**armed, **(environ or {})})
 
 
 LONG = pytest.mark.long
@@ -78,6 +85,25 @@ def test_killed_while_it_adopts_it_goes_on_and_adopts_once(tmp_path: Path, failp
         assert contents(tmp_path / "back") == contents(saved)
     finally:
         daemon.kill()
+
+
+def test_drain_to_cold_takes_the_last_checkpoint_and_the_last_lines_of_a_training_that_has_just_ended(
+    tmp_path: Path,
+) -> None:
+    """As where the disk is lost with the job."""
+    out = tmp_path / "out"
+    sidecars = f'\n[sidecars]\npath = "{out}"\nrun = "run"\nkeep = ["log.txt"]\n'
+    daemon = watching(tmp_path, more=sidecars, environ={"TIERD_DAEMON_DRAIN_COLD_S": "600"})
+    with daemon:
+        wait_until(lambda: daemon.status()["watches"][0]["is_there"], "the first pass")
+        SAVES["hf-trainer"](out, 10, Writer())
+        (out / "log.txt").write_text("the last line\n")
+        assert daemon.stop() == 0
+    shutil.rmtree(out)
+    shutil.rmtree(daemon.hot)
+    assert daemon.tierd("restore", "--tier", "cold", "--run", "run", "--to", tmp_path / "back").returncode == 0
+    assert daemon.tierd("sidecars", "--run", "run", "--tier", "cold", "--into", tmp_path / "files").returncode == 0
+    assert (tmp_path / "files/log.txt").read_text() == "the last line\n"
 
 
 def test_a_part_that_a_killed_command_left_is_cleared_and_a_restore_in_progress_is_not(tmp_path: Path) -> None:

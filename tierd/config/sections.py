@@ -36,7 +36,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     node: str = "auto"  # auto: the host name
     log_format: Literal["text", "json"] = "text"  # of the log on stderr: one line, or one JSON object, for each event
     drain_timeout_s: Number = 120.0  # on SIGTERM: the time for sealed snapshots to become durable
-    # after that: the time for what waits for cold tiers to get there, where the disk is lost with the job; 0: none
+    # after that: the time for what cold tiers should have to get there, where the disk is lost with the job; 0: none
     drain_cold_s: Number = 0.0
     memory_grace_s: Number = 3600.0  # how long slots are kept for the restart of a trainer that failed or was killed
     traces: bool = False  # spans for OpenTelemetry; needs opentelemetry-api

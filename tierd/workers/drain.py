@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from tierd.catalog.decisions import waiting
 from tierd.context import DaemonContext
@@ -23,15 +24,26 @@ from tierd.workers.worker import Wake
 log = logging.getLogger("tierd")
 
 POLL_S = 1.0
+LISTED = 3  # names in a line of the log
 SEAL_TIMEOUT_S = 20.0  # how long it waits for ranks to seal a snapshot that is being staged
 
 
-async def drain(context: DaemonContext, persist: Callable[[], None], persist_ended: Wake) -> list[SnapshotSet]:
+class Follower(Protocol):
+    """A worker that takes files of other programs."""
+
+    def unfinished(self, since_s: float) -> list[str]:
+        """What it has not taken yet of what was written before `since_s`, by the monotonic clock."""
+        ...
+
+
+async def drain(
+    context: DaemonContext, persist: Callable[[], None], persist_ended: Wake, followers: Sequence[Follower] = ()
+) -> list[SnapshotSet]:
     """Wait until every sealed snapshot is durable, for `daemon.drain_timeout_s` at most, and for SEAL_TIMEOUT_S at most
     until ranks have sealed what they stage: a shutdown stops the trainers at the same time. Do not wait for a snapshot
     that hot has refused and that every cold tier has failed to take. Returns those that are not durable.
 
-    Then wait for the cold tiers, for `daemon.drain_cold_s` at most.
+    Then wait for the followers and the cold tiers, for `daemon.drain_cold_s` at most.
 
     `persist`: wakes the workers that write snapshots. `persist_ended`: is set after each attempt to write one to hot.
     """
@@ -47,30 +59,37 @@ async def drain(context: DaemonContext, persist: Callable[[], None], persist_end
     ):
         persist()  # without backoff: there is little time left
         await persist_ended.take(POLL_S)
-    await _drain_to_cold(context)
+    await _drain_to_cold(context, followers)
     return memory.pending()
 
 
-async def _drain_to_cold(context: DaemonContext) -> None:
-    deadline_s = time.monotonic() + context.config.daemon.drain_cold_s
-    if not context.config.daemon.drain_cold_s or not (missing := _missing_in_cold(context)):
-        return
-    log.info("draining: %s", _listed(missing))
-    while missing and time.monotonic() < deadline_s:
+async def _drain_to_cold(context: DaemonContext, followers: Sequence[Follower]) -> None:
+    began_s, wait_s = context.monotonic_s(), context.config.daemon.drain_cold_s
+    shown = ""
+    while wait_s and (missing := _missing(context, followers, began_s)):
+        if missing != shown:
+            shown = missing
+            log.info("draining: %s", missing)
+        if context.monotonic_s() - began_s >= wait_s:
+            log.warning("daemon.drain_cold_s has passed: %s", missing)
+            return
         await asyncio.sleep(POLL_S)
-        missing = _missing_in_cold(context)
-    if missing:
-        log.warning("daemon.drain_cold_s has passed, and only hot has it: %s", _listed(missing))
 
 
-def _missing_in_cold(context: DaemonContext) -> dict[str, list[CheckpointId]]:
-    """By cold tier: what it should have and does not, as far as this daemon can change that."""
+def _missing(context: DaemonContext, followers: Sequence[Follower], began_s: float) -> str:
+    """What cold tiers should have and do not, as far as this daemon can change that, in words."""
     catalog = context.catalog
-    return {
-        name: left
-        for name, checkpoints in waiting(catalog, context.config).items()
-        if (left := [each for each in checkpoints if _is_awaited(context, name, each)])
-    }
+    texts = [
+        f"{tier} lacks {_listed(left)}"
+        for tier, checkpoints in waiting(catalog, context.config).items()
+        if (left := [str(each) for each in checkpoints if _is_awaited(context, tier, each)])
+    ]
+    texts += [f"not copied yet: {_listed(left)}" for each in followers if (left := each.unfinished(began_s))]
+    return "; ".join(texts)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} others" if len(names) > LISTED else "")
 
 
 def _is_awaited(context: DaemonContext, tier: str, checkpoint: CheckpointId) -> bool:
@@ -82,13 +101,6 @@ def _is_awaited(context: DaemonContext, tier: str, checkpoint: CheckpointId) -> 
     # The parts of other nodes come when they come. The daemon of rank 0 commits the checkpoint then.
     is_own = any(part.id == checkpoint for part in context.catalog.sent_parts(tier))
     return is_own and context.is_home(checkpoint.run)
-
-
-def _listed(missing: dict[str, list[CheckpointId]]) -> str:
-    return "; ".join(
-        f"{tier} lacks {', '.join(map(str, checkpoints[:3]))}{' and others' if len(checkpoints) > 3 else ''}"
-        for tier, checkpoints in missing.items()
-    )
 
 
 def _is_hopeless(context: DaemonContext) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ class SidecarFollower:
         self._rewritten: dict[str, int] = {}  # by file, since the start
         self._compared: frozenset[str] = frozenset()  # the tiers that were last compared with each other
         self._compared_s = -CHECK_S  # and when
+        self._passed_s = -math.inf  # when the last pass that has ended began
         context.metrics.sidecar_lag_seconds.labels(self._run)
         context.metrics.sidecar_rewritten_total.labels(self._run)
 
@@ -118,12 +120,19 @@ class SidecarFollower:
                 await self._copy(due, gone)
         self._record()
         self._set_lag()
+        self._passed_s = now_s
         return True
 
     async def close(self) -> None:
         for followed in self._files.values():
             followed.hold(None)
         self._pool.close()
+
+    def unfinished(self, since_s: float) -> list[str]:
+        """The files of which a tier may lack what was written before `since_s`."""
+        if self._passed_s < since_s:
+            return [str(self._path)]
+        return [name for name, each in self._files.items() if each.changed_s is not None]
 
     def report(self) -> SidecarReport:
         """For the status."""

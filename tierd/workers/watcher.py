@@ -9,6 +9,7 @@ and stops nothing else.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -61,6 +62,7 @@ class Watcher:
         self._pool = ThreadPool(THREADS, "tierd-watch", where=watch.path, timeout_s=timeout_s)
         self._adopter = Adopter(context, self._pool, make_room)
         self._events = EventSource(self._path, self._pool, on_change, context.monotonic_s)
+        self._on_change, self._passed_s = on_change, -math.inf  # when the last pass that has ended began
         self._was_there: bool | None = None
         self._seen: dict[str, WatchedEntry] = {}
         self._complete_s: dict[str, float] = {}  # not adopted yet: since when each is complete
@@ -80,6 +82,7 @@ class Watcher:
 
     async def run_once(self) -> bool:
         """Returns True even if a checkpoint could not be adopted, because each one has its own backoff."""
+        began_s = self._context.monotonic_s()
         self._findings.begin_pass()
         await self._clear_leftovers()
         try:
@@ -96,8 +99,15 @@ class Watcher:
                 await self._remove_sources()
         self._findings.record()
         self._set_lag()
-        self.interval_s = self._next_s()
+        self.interval_s, self._passed_s = self._next_s(), began_s
         return True
+
+    def unfinished(self, since_s: float) -> list[str]:
+        """What must still be adopted of what was written before `since_s`, as far as it will be complete."""
+        if self._passed_s < since_s:
+            self._on_change()
+            return [str(self._path)]
+        return [] if self._holder else sorted({*self._complete_s, *self._verdicts.quiet, *self._changing})
 
     async def close(self) -> None:
         await self._events.stop()
