@@ -429,6 +429,22 @@ async def test_nodes_with_different_numbers_are_named(nodes: Nodes) -> None:
     assert "node 0 has announced ds/000000000010-g0001 of 3 nodes, and watch.nodes is 4 here" in other.problems
 
 
+async def test_two_nodes_with_one_number_are_named_and_nothing_is_committed(nodes: Nodes) -> None:
+    home, second, third = nodes.nodes
+    third.number = 1
+    third.restart(node=1)
+    save_deepspeed_on(nodes.outs, 10)
+    await nodes.look()
+    await nodes.send(home, second)
+    assert not await third.replicator.run_once()
+    (incident,) = third.rooms.incidents.recent()
+    assert "part-00001-" in incident["message"]
+    for _ in range(3):
+        nodes.now_s += LIST_MAX_S
+        await nodes.send(home, second)
+    assert await nodes.committed() == []
+
+
 async def test_the_daemon_that_was_started_last_as_node_0_is_node_0(nodes: Nodes) -> None:
     former, home, other = nodes.nodes
     save_deepspeed_on(nodes.outs, 10)
