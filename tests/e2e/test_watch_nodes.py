@@ -50,6 +50,11 @@ class Cluster:
     def waiting(self, number: int) -> list[str]:
         return self.daemons[number].status()["watches"][0]["waiting"]
 
+    def awaited(self) -> list[int]:
+        """The nodes whose parts node 0 misses in cold."""
+        awaited = self.daemons[0].status()["runs"][0]["nodes"]["awaited"]
+        return awaited["cold"]["ranks"] if awaited else []
+
     def restore(self, to: Path, *options: str) -> str:
         """The error; empty if it succeeds."""
         done = self.daemons[1].tierd("restore", "--run", "ds", "--tier", "cold", "--to", to, *options)
@@ -82,8 +87,7 @@ def test_the_folders_of_all_nodes_are_one_checkpoint_that_comes_back_on_empty_di
         folders = save_deepspeed_on(cluster.outs, 20)
         before = [contents(folder) for folder in folders]
         whole = contents(merged(folders, tmp_path / "merged"))
-        wait_until(lambda: home.status()["runs"][0]["nodes"]["awaited"], "the parts of the others")
-        assert home.status()["runs"][0]["nodes"]["awaited"]["cold"]["ranks"] == [2]
+        wait_until(lambda: cluster.awaited() == [2], "the parts of the others")
         printed = home.tierd("status").stdout
         assert "step 20 has the parts of 2 of 3 nodes; missing: 2" in printed
         assert f"watch {cluster.outs[0]} (deepspeed) for ds, node 0 of 3: 2 adopted" in printed

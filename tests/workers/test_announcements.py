@@ -420,6 +420,30 @@ async def test_killed_after_the_announcement_node_0_goes_on_with_the_same_head(
     assert await nodes.committed() == [(10, 1, 1)]
 
 
+async def test_another_save_is_never_adopted_under_the_head_of_the_one_before(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, other, _ = nodes.nodes
+    save_deepspeed_on(nodes.outs, 10)
+
+    async def dies(*_: object) -> None:
+        raise TierUnreachable("killed")
+
+    with monkeypatch.context() as killed:
+        killed.setattr(Adopter, "adopt", dies)
+        await nodes.look(home)
+    await nodes.look(other)
+    assert other.parts[10][0] == 1
+    home.restart()
+    shift(save_deepspeed_on(nodes.outs, 10), 5)  # at once, as a short training may
+    await nodes.look()
+    nodes.now_s += 60
+    await nodes.look()
+    assert [node.parts[10][0] for node in nodes.nodes] == [2, 2, 2]
+    await nodes.send()
+    assert await nodes.committed() == [(10, 2, 1)]
+
+
 async def test_nodes_with_different_numbers_are_named(nodes: Nodes) -> None:
     other = nodes.nodes[1]
     other.restart(nodes=4)
@@ -427,6 +451,22 @@ async def test_nodes_with_different_numbers_are_named(nodes: Nodes) -> None:
     await nodes.look()
     assert other.parts == {}
     assert "node 0 has announced ds/000000000010-g0001 of 3 nodes, and watch.nodes is 4 here" in other.problems
+
+
+async def test_two_nodes_with_one_number_are_named_and_nothing_is_committed(nodes: Nodes) -> None:
+    home, second, third = nodes.nodes
+    third.number = 1
+    third.restart(node=1)
+    save_deepspeed_on(nodes.outs, 10)
+    await nodes.look()
+    await nodes.send(home, second)
+    assert not await third.replicator.run_once()
+    (incident,) = third.rooms.incidents.recent()
+    assert "part-00001-" in incident["message"]
+    for _ in range(3):
+        nodes.now_s += LIST_MAX_S
+        await nodes.send(home, second)
+    assert await nodes.committed() == []
 
 
 async def test_the_daemon_that_was_started_last_as_node_0_is_node_0(nodes: Nodes) -> None:
