@@ -33,6 +33,9 @@ def load(path: str) -> Any:
     try:
         if is_zip:
             with zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+                if len(set(names)) != len(names):
+                    raise Corrupt("two entries of the archive have one name", hint="save it again")
                 damaged = archive.testzip()  # torch does not compare these checksums
             if damaged is not None:
                 raise Corrupt(

@@ -241,6 +241,13 @@ def test_a_flipped_bit_in_a_tensor_is_refused(house: House) -> None:
     assert_refused(house, path, 12, "data/0 does not have its checksum")
 
 
+def test_an_archive_with_two_entries_of_one_name_is_refused(house: House) -> None:
+    path = saved(house.root / "step.pt", {"weight": torch.ones(2)})
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr(next(name for name in archive.namelist() if name.endswith("data/0")), bytes(8))
+    assert_refused(house, path, 12, "two entries of the archive have one name")
+
+
 def test_an_archive_of_another_program_is_refused(house: House) -> None:
     with zipfile.ZipFile(house.root / "other.pt", "w") as archive:
         archive.writestr("notes.txt", "hello")
