@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ from tierd_client.state.tensors import CapturedTensor, as_bytes, clean_names
 SECTIONS = ("scheduler", "scaler", "ema", "dataloader")
 """Keys of a file that become sections of a TrainingState, if the checkpoint of --like has these sections."""
 
+# APPNOTE.TXT 4.3.7: at byte 26 of the header before each entry the lengths of its name and of the extra field.
+_LENGTHS_AT, _LENGTHS = 26, struct.Struct("<HH")
 _GLOBAL = re.compile(r"(?:GLOBAL|class) ([\w.]+)")
 
 
@@ -38,6 +41,14 @@ def load(path: str) -> Any:
     try:
         if is_zip:
             with zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+                if len(set(names)) != len(names):
+                    raise Corrupt("two entries of the archive have one name", hint="save it again")
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise Unsupported(
+                        "its entries are compressed, and torch.save stores them as they are",
+                        hint="torch.save(torch.load(FILE, weights_only=True), OTHER) does",
+                    )
                 damaged = archive.testzip()  # torch does not compare these checksums
             if damaged is not None:
                 raise Corrupt(
@@ -56,6 +67,42 @@ def load(path: str) -> Any:
             raise _refusal(str(error)) from error
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise Corrupt(f"torch cannot read it: {lines[0]}", hint="was it copied whole?") from error
+
+
+def check_storages(path: str, tensors: Sequence[CapturedTensor]) -> None:
+    """torch maps the file, and does not compare the sizes of the storages with those of the entries in the archive.
+    Raises Corrupt where a tensor would be read from beyond its entry."""
+    if not zipfile.is_zipfile(path):
+        return
+    sizes: dict[int, int] = {}
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        for entry in archive.infolist():
+            file.seek(entry.header_offset + _LENGTHS_AT)
+            sizes[file.tell() + _LENGTHS.size + sum(_LENGTHS.unpack(file.read(_LENGTHS.size)))] = entry.file_size
+    mappings = _mappings(path)
+    for each in tensors:
+        storage = each.tensor.untyped_storage()
+        begin, size_bytes = storage.data_ptr(), storage.nbytes()
+        offsets = [begin - low + at for low, high, at in mappings if low <= begin < high]
+        if size_bytes and offsets and sizes.get(offsets[0]) != size_bytes:
+            raise Corrupt(
+                f"{each.name}: its storage has {size_bytes} bytes, and its entry in the archive "
+                f"{sizes.get(offsets[0], 'begins elsewhere')}",
+                hint="was it packed again by another program?",
+            )
+
+
+def _mappings(path: str) -> list[tuple[int, int, int]]:
+    """(first address, the one after the last, offset in the file) of what is mapped of a file: proc_pid_maps(5)."""
+    found: list[tuple[int, int, int]] = []
+    inode, name = os.stat(path).st_ino, os.path.realpath(path)
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            addresses, _, at, _, number, *names = line.rstrip("\n").split(maxsplit=5)
+            if int(number) == inode or names == [name]:  # an overlay has other inodes than the files below it
+                low, high = (int(address, 16) for address in addresses.split("-"))
+                found.append((low, high, int(at, 16)))
+    return found
 
 
 def _begins_as_pickle(path: str) -> bool:
@@ -232,6 +279,7 @@ def main(path: str, requests: BinaryIO, answers: BinaryIO) -> None:
     asked = ImportRequest.read(requests)
     try:
         tree, tensors = capture(load(path), asked.model, asked.like)
+        check_storages(path, tensors)
         described = [
             ImportedTensor(name=each.name, dtype=each.dtype, shape=each.shape, torch_dtype=each.torch_dtype)
             for each in tensors

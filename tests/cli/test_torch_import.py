@@ -242,6 +242,33 @@ def test_a_flipped_bit_in_a_tensor_is_refused(house: House) -> None:
     assert_refused(house, path, 12, "data/0 does not have its checksum")
 
 
+def packed_again(path: Path, compression: int, *, cut: bool = False) -> Path:
+    """The same archive by another program; `cut`: the first storage lacks its end."""
+    with zipfile.ZipFile(path) as archive:
+        entries = {info: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for info, content in entries.items():
+            archive.writestr(info.filename, content[:40] if cut and info.filename.endswith("data/0") else content)
+    return path
+
+
+def test_storages_that_are_compressed_or_cut_in_an_archive_are_refused(house: House) -> None:
+    """torch maps the file: it would take the compressed bytes, or what follows, for values."""
+    value = {"weight": torch.arange(100.0), "bias": torch.ones(3)}
+    path = saved(house.root / "step.pt", value)
+    assert_refused(house, packed_again(path, zipfile.ZIP_DEFLATED), 2, "its entries are compressed")
+    assert_refused(house, packed_again(saved(path, value), zipfile.ZIP_STORED, cut=True), 12, "weight: its storage")
+    house.json("import", packed_again(saved(path, value), zipfile.ZIP_STORED), "--run", "new", "--step", "3")
+    assert_same(exported(house)["model"], value)
+
+
+def test_an_archive_with_two_entries_of_one_name_is_refused(house: House) -> None:
+    path = saved(house.root / "step.pt", {"weight": torch.ones(2)})
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr(next(name for name in archive.namelist() if name.endswith("data/0")), bytes(8))
+    assert_refused(house, path, 12, "two entries of the archive have one name")
+
+
 def test_an_archive_of_another_program_is_refused(house: House) -> None:
     with zipfile.ZipFile(house.root / "other.pt", "w") as archive:
         archive.writestr("notes.txt", "hello")

@@ -97,6 +97,7 @@ class SidecarFollower:
         self._compared: frozenset[str] = frozenset()  # the tiers that were last compared with each other
         self._compared_s = -CHECK_S  # and when
         self._passed_s = -math.inf  # when the last pass that has ended began
+        self._other_past: set[tuple[str, int, str, str]] = set()  # file, version, and two tiers that differ in it
         context.metrics.sidecar_lag_seconds.labels(self._run)
         context.metrics.sidecar_rewritten_total.labels(self._run)
 
@@ -329,21 +330,25 @@ class SidecarFollower:
             ends = {tier: path[-1].end if path else 0 for tier, path in paths.items()}
             best = max(ends, key=ends.__getitem__)
             for tier in (tier for tier, end in ends.items() if tier in self._context.cold and end < ends[best]):
+                if (pair := (file, version, best, tier)) in self._other_past:
+                    continue  # to compare them again would read all of the file again
                 try:
-                    await self._copy_segments(best, tier, paths[best], paths[tier])
+                    if not await self._copy_segments(best, tier, paths[best], paths[tier]):
+                        self._other_past.add(pair)
                 except TierdError as error:
                     self._problems[f"{file} version {version} in {tier}"] = error
 
-    async def _copy_segments(self, source: str, target: str, path: list[Segment], there: list[Segment]) -> None:
-        """Unless the target has another past. `path`: in the source. `there`: what the target has."""
+    async def _copy_segments(self, source: str, target: str, path: list[Segment], there: list[Segment]) -> bool:
+        """False where the target has another past. `path`: in the source. `there`: what the target has."""
         if there:
             digest, end = hashlib.sha256(), there[-1].end
             async for segment, _, content in verified_segments(self._context.tiers[source], path):
                 digest.update(content[: max(end - segment.begin, 0)])
             if short(digest.hexdigest()) != there[-1].after:
-                return
+                return False
         async for segment, raw, _ in verified_segments(self._context.tiers[source], path):
             await self._context.tiers[target].store.put_bytes(segment.key, raw, if_absent=True)
+        return True
 
     def _differs_for_long(self, followed: _Followed) -> bool:
         """Whether the file has not begun with its stored content for long enough."""
