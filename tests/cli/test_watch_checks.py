@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.cli.test_doctor import run_doctor
+import msgspec
+
 from tests.support.cli import make_house
 
 
@@ -12,7 +13,8 @@ def test_a_watched_folder_is_checked_before_the_daemon_runs(tmp_path: Path) -> N
     house = make_house(tmp_path, more='[[watch]]\npath = "out"\nrun = "hf"\npreset = "hf-trainer"')
 
     def watch() -> tuple[str, str, str]:
-        (one,) = [one for one in run_doctor(house)[1] if one["about"] == "watch"]
+        found = msgspec.json.decode(house.tierd("doctor", "--json").stdout)
+        (one,) = [one for one in found if one["about"] == "watch"]
         return one["verdict"], one["message"], one["hint"]
 
     verdict, message, _ = watch()
@@ -31,3 +33,15 @@ def test_a_watched_folder_is_checked_before_the_daemon_runs(tmp_path: Path) -> N
     (tmp_path / "out").write_text("")
     verdict, message, _ = watch()
     assert (verdict, "Not a directory" in message) == ("problem", True)
+
+
+def test_a_checkpoint_in_place_of_the_folder_that_holds_it_is_a_problem(tmp_path: Path) -> None:
+    house = make_house(tmp_path, more='[[watch]]\npath = "out/checkpoint-5"\nrun = "hf"\npreset = "hf-trainer"')
+    (tmp_path / "out/checkpoint-5").mkdir(parents=True)
+    (tmp_path / "out/checkpoint-5/weights").write_text("1")
+    found = msgspec.json.decode(house.tierd("doctor", "--json").stdout)
+    (one,) = [one for one in found if one["about"] == "watch"]
+    assert (one["verdict"], one["hint"]) == (
+        "problem",
+        f"the path of their folder is {tmp_path}/out",
+    )

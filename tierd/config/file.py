@@ -178,6 +178,8 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
     def absolute(key: str, path: str) -> str:
         if not path:
             raise _refusal(where, key, path, "a path")
+        if path.startswith("~"):
+            raise _refusal(where, key, path, "a path in full: ~ is not expanded")
         return os.path.normpath(base / path)
 
     cold: list[ColdConfig] = []
