@@ -125,12 +125,6 @@ def test_a_home_directory_in_short_is_refused_because_a_folder_with_that_name_wo
         loaded(tmp_path, text)
 
 
-def test_a_preset_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
-    with pytest.raises(BadConfig) as refused:
-        loaded(tmp_path, WATCH.replace("hf-trainer", "hf"))
-    assert "watch[0].preset is 'hf', expected 'hf-trainer' or 'lightning'" in refused.value.message
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
