@@ -105,7 +105,7 @@ def _of_daemon(status: StatusReport) -> Iterator[Alarm]:
         command = f"kill -CONT {holder.pid}" if holder.is_stopped else f"ps -o pid,stat,wchan,etime -p {holder.pid}"
         yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", command)
     elif status.pid is None:
-        what = "no daemon runs here: no snapshots are taken"
+        what = "no daemon runs here: no snapshots are taken, and nothing is adopted"
         yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", "tierd serve")
 
 
