@@ -16,7 +16,6 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, cast
 
-import msgspec
 import torch
 
 from tierd.errors import Corrupt, NotFound, TierdError, Unsupported
@@ -135,8 +134,8 @@ def capture(value: Any, model: str | None, like: Like | None = None) -> tuple[di
     if not isinstance(value, Mapping):
         raise Unsupported(f"it holds a {type(value).__qualname__}, and no dict", hint="save a dict with it")
     entries = cast("Mapping[Any, Any]", value)
-    if strange := next((key for key in entries if not isinstance(key, str)), None):
-        raise Unsupported(f"its key {strange!r} is no string", hint="save a dict whose keys are strings")
+    if strange := [key for key in entries if not isinstance(key, str)]:
+        raise Unsupported(f"its key {strange[0]!r} is no string", hint="save a dict whose keys are strings")
     if not entries:
         raise Unsupported("it holds an empty dict")
     into = Collector(objects=Objects.of(None, None, from_live=False))
@@ -184,23 +183,12 @@ def pop_optimizer(entries: dict[str, Any]) -> Any:
     return next(iter(found.values()))
 
 
-class _Group(msgspec.Struct):
-    params: list[int]
-    param_names: list[str] | None = None
-
-
-class _OptimizerState(msgspec.Struct):
-    state: dict[int, dict[str, Any]]
-    param_groups: list[dict[str, Any]]
-
-
-def _optimizer(saved: Any, like: Like, into: Collector) -> Json:
+def _optimizer(saved: Mapping[str, Any], like: Like, into: Collector) -> Json:
     """As tierd stores an optimizer: its parameters by name, and not by number as torch does."""
-    try:
-        optimizer = msgspec.convert(saved, _OptimizerState)
-        members = [msgspec.convert(group, _Group) for group in optimizer.param_groups]
-    except msgspec.ValidationError as error:
-        raise Unsupported(f"the state dict of its optimizer is not as torch writes it: {error}") from error
+    states, members = saved["state"], saved["param_groups"]
+    if not isinstance(members, list) or not all(_is_group(each) for each in cast("list[Any]", members)):
+        raise Unsupported("its optimizer has groups of parameters that are not as torch writes them")
+    members = cast("list[dict[str, Any]]", members)
     if len(members) != len(like.groups):
         raise Unsupported(f"its optimizer has {len(members)} groups, and the checkpoint's has {len(like.groups)}")
     groups: list[Json] = []
@@ -208,10 +196,10 @@ def _optimizer(saved: Any, like: Like, into: Collector) -> Json:
     defaults = set(like.defaults)
     for index, (group, expected) in enumerate(zip(members, like.groups, strict=True)):
         ordered = _names(index, group, expected.params)
-        names |= zip(group.params, ordered, strict=True)
-        options = {
-            key: value for key, value in optimizer.param_groups[index].items() if key not in ("params", "param_names")
-        }
+        if len({*group["params"]} - names.keys()) != len(ordered):
+            raise Unsupported(f"group {index} of its optimizer has a parameter twice, or one of another group")
+        names |= zip(group["params"], ordered, strict=True)
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         removed, added = defaults - options.keys(), options.keys() - {*expected.options}
         if removed and added:  # a newer torch only adds options
             raise Unsupported(
@@ -221,31 +209,41 @@ def _optimizer(saved: Any, like: Like, into: Collector) -> Json:
         defaults &= options.keys()
         encoded = into.encode(options, f"optimizer.param_groups.{index}")
         groups.append({"params": ordered, "options": encoded})
-    if strange := optimizer.state.keys() - names.keys():
-        raise Unsupported(f"its optimizer has state of the parameter {min(strange)}, which is in none of its groups")
-    state = {
-        names[number]: into.encode(entries, f"optimizer.state.{names[number]}", home=torch.device("cpu"))
-        for number, entries in optimizer.state.items()
-    }
+    state: dict[str, Json] = {}
+    for number, entries in (cast("Mapping[Any, Any]", states) if isinstance(states, Mapping) else {None: {}}).items():
+        if type(number) is not int or number not in names or not _has_text_keys(entries):
+            raise Unsupported(f"its optimizer has state of {number!r}, which is no parameter in its groups")
+        name = names[number]
+        state[name] = into.encode(entries, f"optimizer.state.{name}", home=torch.device("cpu"))
     value = [{"defaults": sorted(defaults), "foreign": [], "groups": groups, "state": state}]
     return {"kind": OptimizersSection.kind, "suffix": "", "value": value}
 
 
-def _names(index: int, group: _Group, expected: list[str]) -> list[str]:
+def _is_group(value: Any) -> bool:
+    numbers = value.get("params") if _has_text_keys(value) else None
+    return isinstance(numbers, list) and all(type(each) is int for each in cast("list[Any]", numbers))
+
+
+def _has_text_keys(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in cast("dict[Any, Any]", value))
+
+
+def _names(index: int, group: Mapping[str, Any], expected: list[str]) -> list[str]:
     """The names of a group's parameters, in its order: those in the file where it has some, else those `expected`."""
-    if len(group.params) != len(expected):
+    if (count := len(group["params"])) != len(expected):
         raise Unsupported(
-            f"group {index} of its optimizer has {len(group.params)} parameters, and the checkpoint's has "
-            f"{len(expected)}"
+            f"group {index} of its optimizer has {count} parameters, and the checkpoint's has {len(expected)}"
         )
-    if group.param_names is None or len(group.param_names) != len(expected):
+    if (given := group.get("param_names")) is None:
         return expected
-    cleaned = clean_names(group.param_names)
-    names = [cleaned[name] for name in group.param_names]
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in cast("list[Any]", given)):
+        raise Unsupported(f"the param_names of group {index} of its optimizer are no list of names")
+    cleaned = clean_names(cast("list[str]", given))
+    names = [cleaned[name] for name in cast("list[str]", given)]
     if strange := sorted({*names} - {*expected}):
         raise Unsupported(f"group {index} has the parameter {strange[0]}, and the checkpoint's has not")
-    if len({*names}) != len(names):
-        raise Unsupported(f"group {index} of its optimizer names a parameter twice")
+    if len(names) != count or len({*names}) != count:
+        raise Unsupported(f"group {index} of its optimizer does not name each of its parameters once")
     return names
 
 

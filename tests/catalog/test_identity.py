@@ -59,7 +59,8 @@ async def test_first_listing_marks_each_tier_and_later_ones_change_nothing(
     async with rooms_at(tmp_path) as rooms:
         await rooms.list_tiers()
         assert caplog.messages == [
-            f"{name}: began a new tier at {tier.store.url}: is its disk mounted?" for name, tier in rooms.tiers.items()
+            f"{name}: began a new tier at {tier.store.url}; if checkpoints should be there, its disk is not mounted"
+            for name, tier in rooms.tiers.items()
         ]
         caplog.clear()
         made = {name: markers(root_of(rooms, name)) for name in rooms.tiers}

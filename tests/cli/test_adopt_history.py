@@ -188,3 +188,14 @@ def test_an_empty_folder_is_refused(house: House, tmp_path: Path) -> None:
     refused = house.tierd("adopt", tmp_path / "out", "--run", "old", "--preset", "hf-trainer")
     assert refused.exit_code != 0
     assert "no name there fits the preset hf-trainer" in refused.stderr
+
+
+def test_what_the_policy_does_not_keep_is_said_before_the_sources_are_deleted(tmp_path: Path) -> None:
+    """Hot keeps three and cold keeps two: of these, all that cold keeps are among the three."""
+    house = make_house(tmp_path, more="[lifecycle.hot]\nkeep_last = 3\n[lifecycle.cold]\nkeep_last = 2\nkeep_every = 0")
+    history(tmp_path / "out", "hf-trainer", *range(10, 60, 10))
+    done = house.tierd("adopt", tmp_path / "out", "--run", "old", "--preset", "hf-trainer")
+    assert done.exit_code == 0, done.output
+    assert "the policy keeps 3 of 5 checkpoints: a daemon deletes 2 checkpoints, step 10 to 20 from" in done.stderr
+    again = house.tierd("adopt", tmp_path / "out", "--run", "old", "--preset", "hf-trainer")
+    assert "the policy keeps" not in again.stderr, "nothing is new"

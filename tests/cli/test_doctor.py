@@ -160,28 +160,3 @@ def test_doctor_without_a_config_file_names_the_hot_tier_of_the_defaults(
     assert f"there is no config file: the built-in defaults apply, and the hot tier is {tmp_path}/.tierd/hot" in (
         result.stdout
     )
-
-
-def test_a_watched_folder_is_checked_before_the_daemon_runs(tmp_path: Path) -> None:
-    house = make_house(tmp_path, more='[[watch]]\npath = "out"\nrun = "hf"\npreset = "hf-trainer"')
-
-    def watch() -> tuple[str, str, str]:
-        (one,) = [one for one in run_doctor(house)[1] if one["about"] == "watch"]
-        return one["verdict"], one["message"], one["hint"]
-
-    verdict, message, _ = watch()
-    assert (verdict, "does not exist yet" in message) == ("note", True)
-    (tmp_path / "out/step-5").mkdir(parents=True)
-    verdict, message, hint = watch()
-    assert (verdict, "there is step-5" in message) == ("problem", True)
-    assert 'preset = "dcp"' in hint
-    (tmp_path / "out/step-5").rename(tmp_path / "out/runs")
-    assert watch()[:2] == ("note", f"{tmp_path}/out has no checkpoint yet, such as checkpoint-500/")
-    (tmp_path / "out/checkpoint-5").mkdir()
-    assert watch()[0] == "ok"
-    (tmp_path / "out/checkpoint-5").rmdir()
-    (tmp_path / "out/runs").rmdir()
-    (tmp_path / "out").rmdir()
-    (tmp_path / "out").write_text("")
-    verdict, message, _ = watch()
-    assert (verdict, "Not a directory" in message) == ("problem", True)

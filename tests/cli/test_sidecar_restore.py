@@ -86,3 +86,12 @@ def test_a_damaged_file_fails_the_option_and_not_the_restore(house: House, tmp_p
     assert done.exit_code == 12, done.stderr
     assert (tmp_path / "b/manifest.json").is_file()
     assert not (tmp_path / "out/.loss.json").exists()
+
+
+def test_files_of_a_run_without_checkpoints_are_listed(tmp_path: Path) -> None:
+    house = make_house(tmp_path, more='[sidecars]\npath = "out"\nrun = "run42"\nkeep = [".loss.json"]')
+    assert "of a run without checkpoints: --run RUN" in house.tierd("sidecars").stderr
+    put(house.cold, ".loss.json", b"1\n2\n")
+    assert [each["file"] for each in house.json("sidecars")] == [".loss.json"]
+    assert house.json("sidecars", "--from", str(house.cold)) == []
+    assert len(house.json("sidecars", "--from", str(house.cold), "--run", "run42")) == 1

@@ -201,6 +201,7 @@ def test_objects_of_classes_are_refused_by_name(house: House, value: object) -> 
         ([torch.ones(2)], "it holds a list, and no dict"),
         ({}, "it holds an empty dict"),
         ({1: torch.ones(2)}, "its key 1 is no string"),
+        ({0: torch.ones(2)}, "its key 0 is no string"),
         ({"a": {"b": torch.eye(3).to_sparse()}}, "a.b"),
         ({"a": torch.empty(4, dtype=torch.bits8)}, "safetensors has no dtype for torch.bits8"),
         ({"a": torch.ones(1).expand(5), "b": 1}, "a: several elements share one memory location"),

@@ -119,10 +119,12 @@ def test_a_watch_has_its_defaults_and_an_absolute_path(tmp_path: Path) -> None:
     assert loaded(tmp_path, WATCH.replace('preset = "hf-trainer"', 'pattern = "ckpt-{step}.pt"')).watch[0].pattern
 
 
-def test_a_preset_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
-    with pytest.raises(BadConfig) as refused:
-        loaded(tmp_path, WATCH.replace("hf-trainer", "hf"))
-    assert "watch[0].preset is 'hf', expected 'hf-trainer' or 'lightning'" in refused.value.message
+@pytest.mark.parametrize("text", ['[hot]\npath = "~/tierd"', WATCH.replace('"out"', '"~/out"')])
+def test_a_home_directory_in_short_is_refused_because_a_folder_with_that_name_would_be_made(
+    tmp_path: Path, text: str
+) -> None:
+    with pytest.raises(BadConfig, match="expected a path in full: ~ is not expanded"):
+        loaded(tmp_path, text)
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,8 @@ def main(options: dict[str, Any]) -> object:
     )
     trainer.lines = lines
     point = callback.resume_point(trainer, **options.get("which", {})) if ours and options.get("asks", True) else None
-    result = trainer.train(resume_from_checkpoint=point if options.get("listens", True) else None)
+    first = options.get("first")  # Trainer's own checkpoint
+    result = trainer.train(resume_from_checkpoint=(point or first) if options.get("listens", True) else None)
     report(
         options,
         trainer,

@@ -146,7 +146,7 @@ class Identities:
         about = {"format_version": FORMAT_VERSION, "identity": identity, "node": self._node}
         await tier.mark_identity(identity, {**about, "made_by": tierd.__version__})
         if expected is None:
-            mounted = ": is its disk mounted?" if tier.store.is_local else ""
+            mounted = "; if checkpoints should be there, its disk is not mounted" if tier.store.is_local else ""
             log.info("%s: began a new tier at %s%s", tier.name, tier.store.url, mounted)
         elif self._on_loss is not None:
             key = layout.tier_marker_key(expected)

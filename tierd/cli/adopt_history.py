@@ -14,6 +14,9 @@ from dataclasses import replace
 
 import msgspec
 
+from tierd.catalog.decisions import decisions
+from tierd.catalog.identity import Identities
+from tierd.catalog.listing import refresh_run
 from tierd.cli.adoptions import adopt_tree, existing
 from tierd.cli.console import duration, now, print_note, print_report, print_result, size
 from tierd.cli.log import record
@@ -21,10 +24,10 @@ from tierd.cli.opened_tiers import PARTIAL, OpenedTiers
 from tierd.config.sections import Config, WatchConfig
 from tierd.config.watches import watch_mistakes
 from tierd.errors import BadConfig, Full, NotFound, TargetNotEmpty, TierdError
-from tierd.format.audit import Action
+from tierd.format import audit
 from tierd.format.ids import Run
 from tierd.keys.key_file import keyring_of
-from tierd.lifecycle.policy import HOT
+from tierd.lifecycle.policy import HOT, Action
 from tierd.lifecycle.watched import PRESETS, Listed, Preset, Verdicts, is_name, judge, misfit, nothing_fits, preset_of
 from tierd.transfer.adoption import adopted_id
 from tierd.transfer.atomic_output import clear_abandoned
@@ -101,6 +104,9 @@ async def adopt_history(
             report.left[name] = error.message
     report.seconds = round(time.monotonic() - began_s, 6)
     print_report(report, as_json=as_json, text=_print)
+    if report.adopted and not is_dry_run:
+        await refresh_run(tiers.catalog, tiers.by_name[HOT], run, Identities(config))
+        _note_expiring(tiers, config, report)
     return PARTIAL if report.left else 0
 
 
@@ -165,8 +171,24 @@ async def _adopt_one(
         keyring = keyring_of(config.security.key_file, to_sign=True)
         _, cloned_bytes = await adopt_tree(tiers, config, keyring, checkpoint, source.adoption(tree))
         report.cloned_bytes += cloned_bytes
-        await record(config, Action.COMMITTED, checkpoint, HOT, reason=f"adopted from {source.name}/{tree.name}")
+        await record(config, audit.Action.COMMITTED, checkpoint, HOT, reason=f"adopted from {source.name}/{tree.name}")
     report.adopted.append(step)
+
+
+def _note_expiring(tiers: OpenedTiers, config: Config, report: History) -> None:
+    """Says what the policy does not keep, before somebody deletes the sources because they were adopted."""
+    here = {*report.adopted, *report.known}
+    expiring = sorted(
+        int(each.checkpoint.step)
+        for each in decisions(tiers.catalog, config)
+        if each.action is Action.EXPIRE and each.checkpoint.run == report.run and each.checkpoint.step in here
+    )
+    if expiring:
+        print_note(
+            f"tierd: the policy keeps {len(here) - len(expiring)} of {len(here)} checkpoints: a daemon deletes "
+            f"{_steps(expiring).removesuffix(',')} from the tiers. To keep all, set keep_last or keep_every in "
+            "[lifecycle.hot] or [lifecycle.cold] before it starts; `tierd lifecycle --explain` shows the plan"
+        )
 
 
 def _print(report: History) -> None:

@@ -62,7 +62,10 @@ async def sidecars(
     options.check_one_place(place, tier)
     async with open_tiers(settings, place=place, only=tier) as tiers:
         code = tiers.check_reachable()
-        stored = await stored_sidecars(tiers, [check_run(run)] if run else sorted(tiers.catalog.runs()))
+        searched = {check_run(run)} if run else set(tiers.catalog.runs())
+        if not run and not place and (followed := settings.config().sidecars.run):
+            searched.add(check_run(followed))  # it may have no checkpoint yet
+        stored = await stored_sidecars(tiers, sorted(searched))
         stored = {
             key: found
             for key, found in stored.items()
@@ -152,7 +155,7 @@ def _report(key: Key, by_tier: dict[str, list[Segment]]) -> SidecarVersion:
 
 def _print(found: list[SidecarVersion]) -> None:
     if not found:
-        print_note("no sidecar files: [sidecars] in the config names some")
+        print_note("no sidecar files; those of a run without checkpoints: --run RUN")
         return
     rows = [
         [

@@ -27,10 +27,14 @@ def _check(watch: WatchConfig) -> Advice:
         return Advice("watch", "watch", "note", message, "is the path right? It counts from the folder of the config")
     except TierdError as error:
         return problem_of("watch", "watch", error)
+    path = Path(watch.path)
     found = sum(is_name(name, preset, is_folder=is_folder) for name, is_folder in folders.items())
-    if not found and (error := misfit(f"watch {watch.path}", folders, preset)):
+    if found:
+        message = f"{path} has {found} checkpoint{'' if found == 1 else 's'} by the names, as {preset.example}"
+        return Advice("watch", "watch", "ok", message)
+    if is_name(path.name, preset, is_folder=True):
+        message = f"{path} is a checkpoint by its name, and no checkpoint is in it"
+        return Advice("watch", "watch", "problem", message, f"the path of their folder is {path.parent}")
+    if error := misfit(f"watch {path}", folders, preset):
         return problem_of("watch", "watch", error)
-    if not found:
-        return Advice("watch", "watch", "note", f"{watch.path} has no checkpoint yet, such as {preset.example}")
-    message = f"{watch.path} has {found} checkpoint{'' if found == 1 else 's'} by the names, as {preset.example}"
-    return Advice("watch", "watch", "ok", message)
+    return Advice("watch", "watch", "note", f"{path} has no checkpoint yet, such as {preset.example}")

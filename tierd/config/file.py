@@ -169,7 +169,7 @@ def _explained(error: msgspec.ValidationError, tree: Any) -> str:
         meant = f"; did you mean {closest[0]}?" if closest else ""
         return f"there is no key {path}{'.' if path else ''}{unknown[1]}{meant}"
     if problem.startswith("Invalid enum value"):
-        return f"{path} is {value!r}, expected {' or '.join(repr(each) for each in get_args(kind) if each != '')}"
+        return f"{path} is {value!r}, expected {' or '.join(map(repr, get_args(kind)))}"
     return f"{path} is {value!r}, e{problem[1:]}" if path and problem.startswith("Expected") else str(error)
 
 
@@ -184,6 +184,8 @@ def _absolute(config: Config, base: Path, where: str) -> Config:
     def absolute(key: str, path: str) -> str:
         if not path:
             raise _refusal(where, key, path, "a path")
+        if path.startswith("~"):
+            raise _refusal(where, key, path, "a path in full: ~ is not expanded")
         return os.path.normpath(base / path)
 
     cold: list[ColdConfig] = []

@@ -116,7 +116,7 @@ def _of_daemon(status: StatusReport) -> Iterator[Alarm]:
         what = f"it is not known whether a daemon takes snapshots here: {status.silence}"
         yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", "tierd doctor")
     elif status.pid is None:
-        what = "no daemon runs here: no snapshots are taken"
+        what = "no daemon runs here: no snapshots are taken, and nothing is adopted"
         yield _alarm("TierdDown", CRITICAL, what, "daemon-unreachable", "tierd serve")
 
 

@@ -88,6 +88,23 @@ def test_finished_training_continues_when_its_last_step_is_raised(forks: Forks, 
 
 
 @pytest.mark.long
+def test_a_run_moves_from_trainers_own_checkpoint_and_goes_on_with_its_own(forks: Forks, tmp_path: Path) -> None:
+    own = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 6}
+    forks.run("moved", socket=None, output=str(tmp_path / "before"), args=own)
+    settings = {"first": str(tmp_path / "before/checkpoint-6"), "args": {"num_train_epochs": 2}}
+    alone = forks.run("moved", socket=None, output=str(tmp_path / "alone"), **settings)  # as Trainer resumes
+    with Daemon(tmp_path) as daemon:
+        command = {"socket": daemon.socket, "output": str(tmp_path / "run"), "connect": EVERY_3}
+        command |= settings
+        killed = forks.run("moved", **command, seed=2, signals=[(13, "SIGKILL", 0)])
+        again = forks.run("moved", **command, seed=3)
+    assert (killed.resumed, again.resumed) == (6, 12)
+    assert killed.steps(7, 13) == alone.steps(7, 13)
+    assert again.steps(13) == alone.steps(13)
+    assert (again.result["weights"], again.result["optimizer"]) == (alone.result["weights"], alone.result["optimizer"])
+
+
+@pytest.mark.long
 def test_two_ranks_resume_with_trainers_own_checkpoints_enabled(forks: Forks, tmp_path: Path) -> None:
     """DDP over gloo. Trainer also saves its own checkpoints, and loads the best model at the end."""
     own: dict[str, Any] = {

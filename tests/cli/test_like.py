@@ -172,9 +172,28 @@ def test_a_file_with_another_number_of_parameters_or_of_optimizers_is_refused(ho
     assert_refused(
         house, saved(path, model, optimizer, optimizer), "it has the state dicts of 2 optimizers: optimizer, optimizer1"
     )
-    for strange in ({"state": {}, "param_groups": 3}, {"state": {9: {}}, "param_groups": [{"params": [0]}]}):
+
+
+def test_an_optimizer_that_is_not_as_torch_writes_it_is_refused_by_name(house: House) -> None:
+    model, optimizer = in_groups()
+    like(house, model, optimizer)
+    states, groups = optimizer.state_dict()["state"], optimizer.state_dict()["param_groups"]
+    path = house.root / "step.pt"
+    for strange, message in (
+        ({"state": states, "param_groups": 3}, "groups of parameters that are not as torch writes them"),
+        ({"state": states, "param_groups": [torch.ones(1), {}]}, "groups of parameters that are not as torch"),
+        ({"state": 5, "param_groups": groups}, "state of None, which is no parameter in its groups"),
+        ({"state": states | {9: {}}, "param_groups": groups}, "state of 9, which is no parameter in its groups"),
+        ({"state": {0: {1: 2}}, "param_groups": groups}, "state of 0, which"),
+        ({"state": states, "param_groups": [groups[0], {**groups[1], "params": [0, 3]}]}, "a parameter twice, or one"),
+        ({"state": states, "param_groups": [{**groups[0], "param_names": "ab"}, groups[1]]}, "no list of names"),
+        (
+            {"state": states, "param_groups": [{**groups[0], "param_names": ["0.bias"]}, groups[1]]},
+            "does not name each of its parameters once",
+        ),
+    ):
         torch.save({"net": model.state_dict(), "optimizer": strange}, path)
-        assert_refused(house, path, "optimizer")
+        assert_refused(house, path, message)
 
 
 def test_a_checkpoint_without_what_is_needed_is_no_pattern(house: House) -> None:
