@@ -198,7 +198,7 @@ def test_many_lost_checkpoints_are_one_alarm_for_each_tier_and_run() -> None:
 def test_a_bucket_that_does_not_answer_is_named_once_though_copies_fail_too(is_bucket: bool) -> None:
     url = "s3://bucket/prefix" if is_bucket else "file:///mnt/cold"
     tier = TierReport(name="cold", url=url, is_known=False, error="403")
-    found = msgspec.structs.replace(failed("replicate", "transient"), tiers=[HOT, tier])
+    found = msgspec.structs.replace(failed("replicate", "transient"), tiers=[HOT, tier], queues=[SLOW])
     expected = ["TierdColdRequestsFail"] if is_bucket else ["TierdHalted", "TierdColdRequestsFail"]
     assert [alarm.alert for alarm in alarms(found, NOW)] == expected
 

@@ -50,6 +50,7 @@ UNKNOWN = 3
 _CODES = {Severity.WARNING: 1, Severity.CRITICAL: 2}
 _LISTED_FAILURES = 5
 _PAUSE_SHOWN_S = 10.0
+_OF_TIER = ("transient", "tier_unreachable")  # kinds of failures
 _RETRIED = ("tier-unreachable", "cold-unreachable")  # sections of the runbook
 Check = Annotated[
     bool,
@@ -181,7 +182,13 @@ def _print(report: StatusReport, settings: Settings) -> None:
     if slots := [f"{count} {state}" for state, count in sorted(report.slots.items()) if count]:
         print_result("slots: " + ", ".join(slots))
     named = " ".join([*(alarm.message for alarm in report.alarms), *_watch_problems(report)])
-    for failure in [each for each in report.failures if each.message not in named][:_LISTED_FAILURES]:
+    silent = [tier.url for tier in report.tiers if tier.error and not tier.is_known]
+    for failure in [
+        each
+        for each in report.failures
+        # What else has failed because a tier does not answer tells nothing more.
+        if each.message not in named and not (each.kind in _OF_TIER and any(url in each.message for url in silent))
+    ][:_LISTED_FAILURES]:
         times = f" ({failure.count} times since {failure.first_at})" if failure.count > 1 else ""
         where = f"{failure.at} {failure.stage}"
         where += f" {failure.run} step {failure.step}" if failure.run else ""
