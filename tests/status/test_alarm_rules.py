@@ -219,6 +219,12 @@ def test_a_full_disk_is_named_in_the_command_if_it_is_that_of_a_tier(message: st
     assert (alarm.alert, alarm.command) == ("TierdDiskFull", command)
 
 
+def test_lost_checkpoints_that_are_back_are_still_named_and_so_is_that_they_are_back() -> None:
+    """Whoever has deleted them may do it again."""
+    (alarm,) = alarms(failed("list", "lost"), NOW)
+    assert (alarm.alert, alarm.message) == ("TierdCheckpointsLost", "list: x. None is missing now")
+
+
 def test_critical_alarms_come_first() -> None:
     wrong = status(lost=[LostReplica(run="gpt", step=1, generation=1, tier="cold")], halted=["unreadable_manifest: x"])
     assert [alarm.severity for alarm in alarms(wrong, NOW)] == [Severity.CRITICAL, Severity.WARNING]

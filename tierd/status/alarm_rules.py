@@ -133,7 +133,8 @@ def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[
             seen.add(alert)
             if command == "df -h":
                 command = _df(status, failure)
-            yield _alarm(alert, Severity(severity), f"{failure.stage}: {failure.message}", runbook, command)
+            back = ". None is missing now" if alert == "TierdCheckpointsLost" else ""
+            yield _alarm(alert, Severity(severity), f"{failure.stage}: {failure.message}{back}", runbook, command)
     for run, tier in dict.fromkeys((lost.run, lost.tier) for lost in status.lost):
         ids = [str(lost.id) for lost in status.lost if (lost.run, lost.tier) == (run, tier)]
         more = f" and {len(ids) - LISTED_LOST} more" if len(ids) > LISTED_LOST else ""
