@@ -395,6 +395,14 @@ def test_status_says_which_tier_does_not_keep_up_and_what_was_given_up(house: Ho
     ]
 
 
+def test_a_checkpoint_of_the_future_is_not_shown_as_new(house: House) -> None:
+    """The clock of the machine that has saved it, or of this one, is wrong."""
+    make_checkpoint(house.hot, created_at="2200-01-01T00:00:00.000+00:00")
+    shown = house.tierd("status").stdout
+    assert re.search(r"hot +step 100 .* dated [0-9]+ d [0-9]+ h AHEAD of this machine's clock", shown)
+    assert re.search(r" -[0-9]+ d [0-9]+ h ", house.tierd("ls").stdout)
+
+
 def test_status_counts_one_thing_as_one(house: House) -> None:
     queue = {"tier": "cold", "checkpoints": 0, "given_up": {"replaced": 1, "no_space": 1}}
     tier = {"name": "cold", "url": "s3://bucket", "is_known": True, "to_reap": 1}

@@ -38,6 +38,7 @@ from tierd.status.report import (
     RunReport,
     StatusReport,
     TierReport,
+    ahead_s,
     foreign_sentences,
     run_report,
     sources_of,
@@ -327,6 +328,8 @@ def _risk(risk: RiskReport, *, on_hot_disk: bool) -> str:
 
 def _newest(checkpoint: NewestCheckpoint | NewestPart) -> str:
     age = "" if checkpoint.age_s is None else f"{duration(checkpoint.age_s)} ago"
+    if ahead := ahead_s(checkpoint.created_at, now()):
+        age = f"dated {duration(ahead)} AHEAD of this machine's clock"
     return f"step {checkpoint.step:<10} generation {checkpoint.generation:<6} {age}"
 
 
