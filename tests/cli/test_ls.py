@@ -404,6 +404,18 @@ def test_a_checkpoint_of_the_future_is_not_shown_as_new(house: House) -> None:
     assert re.search(r" -[0-9]+ d [0-9]+ h ", house.tierd("ls").stdout)
 
 
+def test_work_is_not_called_lost_where_a_tier_could_not_be_listed(house: House) -> None:
+    hot = {"name": "hot", "url": f"file://{house.hot}", "is_known": True}
+    tier = {"name": "cold", "url": "s3://bucket", "is_known": False, "error": "503"}
+    risks = [{"lost": "node", "unlisted": ["cold"]}, {"lost": "region"}]
+    runs = [{"run": "run42", "generation": 1, "state": "running", "at_risk": risks}]
+    facts = {"version": "0.1.0", "node": "n", "pid": 7, "uptime_s": 1.0, "is_ready": True}
+    with answering(house, msgspec.json.encode({**facts, "runs": runs, "tiers": [hot, tier]})):
+        shown = house.tierd("status").stdout
+    assert "if the node is lost now: not known what remains: cold could not be listed\n" in shown
+    assert "if the region is lost now: all work is lost" in shown
+
+
 def test_status_counts_one_thing_as_one(house: House) -> None:
     queue = {"tier": "cold", "checkpoints": 0, "given_up": {"replaced": 1, "no_space": 1}}
     tier = {"name": "cold", "url": "s3://bucket", "is_known": True, "to_reap": 1}

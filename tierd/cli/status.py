@@ -44,7 +44,7 @@ from tierd.status.report import (
     sources_of,
     tier_report,
 )
-from tierd.status.work_at_risk import RiskReport, work_at_risk
+from tierd.status.work_at_risk import RiskReport, name_unlisted, work_at_risk
 
 RUNBOOK = "docs/RUNBOOK.md"
 UNKNOWN = 3
@@ -137,6 +137,8 @@ def _run_report(catalog: Catalog, run: Run, on_hot_disk: Set[str]) -> RunReport:
     report = run_report(catalog, run, now())
     sources = sources_of(report)
     report.at_risk = work_at_risk(sources, world_size=1, is_running=False, on_hot_disk=on_hot_disk)
+    off_node = [name for name in catalog.tiers if name != HOT and name not in on_hot_disk]
+    name_unlisted(report.at_risk, catalog.unlisted(), off_node=off_node)
     return report
 
 
@@ -315,6 +317,8 @@ def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None
 
 
 def _risk(risk: RiskReport, *, on_hot_disk: bool) -> str:
+    if risk.unlisted:
+        return f"not known what remains: {', '.join(risk.unlisted)} could not be listed"
     if risk.tier is None:
         which = "second cold tier" if risk.lost == "region" else "cold tier"
         which += " off hot's disk" if on_hot_disk else ""
