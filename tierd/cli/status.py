@@ -40,12 +40,13 @@ from tierd.status.report import (
     RunReport,
     StatusReport,
     TierReport,
+    ahead_s,
     foreign_sentences,
     run_report,
     sources_of,
     tier_report,
 )
-from tierd.status.work_at_risk import RiskReport, work_at_risk
+from tierd.status.work_at_risk import RiskReport, name_unlisted, work_at_risk
 
 RUNBOOK = "docs/RUNBOOK.md"
 UNKNOWN = 3
@@ -54,6 +55,7 @@ _CODES = {Severity.WARNING: 1, Severity.CRITICAL: 2}
 _LISTED_FAILURES = 5
 _PAUSE_SHOWN_S = 10.0
 _LISTED_OLD_S = 60.0
+_OF_TIER = ("transient", "tier_unreachable")  # kinds of failures
 _RETRIED = ("tier-unreachable", "cold-unreachable")  # sections of the runbook
 Check = Annotated[
     bool,
@@ -155,6 +157,8 @@ def _run_report(catalog: Catalog, run: Run, on_hot_disk: Set[str]) -> RunReport:
     report = run_report(catalog, run, now())
     sources = sources_of(report)
     report.at_risk = work_at_risk(sources, world_size=1, is_running=False, on_hot_disk=on_hot_disk)
+    off_node = [name for name in catalog.tiers if name != HOT and name not in on_hot_disk]
+    name_unlisted(report.at_risk, catalog.unlisted(), off_node=off_node)
     return report
 
 
@@ -204,7 +208,13 @@ def _print(report: StatusReport, settings: Settings) -> None:
     if slots := [f"{count} {state}" for state, count in sorted(report.slots.items()) if count]:
         print_result("slots: " + ", ".join(slots))
     named = " ".join([*(alarm.message for alarm in report.alarms), *_watch_problems(report)])
-    for failure in [each for each in report.failures if each.message not in named][:_LISTED_FAILURES]:
+    silent = [tier.url for tier in report.tiers if tier.error and not tier.is_known]
+    for failure in [
+        each
+        for each in report.failures
+        # What else has failed because a tier does not answer tells nothing more.
+        if each.message not in named and not (each.kind in _OF_TIER and any(url in each.message for url in silent))
+    ][:_LISTED_FAILURES]:
         times = f" ({failure.count} times since {failure.first_at})" if failure.count > 1 else ""
         where = f"{failure.at} {failure.stage}"
         where += f" {failure.run} step {failure.step}" if failure.run else ""
@@ -335,12 +345,12 @@ def _print_run(run: RunReport, settings: Settings, tiers: list[TierReport]) -> N
 
 
 def _risk(risk: RiskReport, tiers: list[TierReport]) -> str:
+    if risk.unlisted:
+        return f"not known what remains: {', '.join(risk.unlisted)} could not be listed"
     if risk.tier is None:
         which = "second cold tier" if risk.lost == "region" else "cold tier"
         which += " off hot's disk" if any(tier.is_on_hot_disk for tier in tiers) else ""
-        unknown = [tier.name for tier in tiers if not tier.is_known and tier.name != HOT]
-        known = f" that is known; NOT KNOWN: {', '.join(unknown)}" if unknown else ""
-        return f"all work is lost: no {which} has a checkpoint{known}"
+        return f"all work is lost: no {which} has a checkpoint"
     work = [f"{risk.steps} step{'' if risk.steps == 1 else 's'}"] if risk.steps is not None else []
     work += [] if risk.seconds is None else [duration(risk.seconds)]
     work += [] if not risk.gpu_seconds else [f"{duration(risk.gpu_seconds)} of GPU time"]
@@ -352,6 +362,8 @@ def _risk(risk: RiskReport, tiers: list[TierReport]) -> str:
 
 def _newest(checkpoint: NewestCheckpoint | NewestPart) -> str:
     age = "" if checkpoint.age_s is None else f"{duration(checkpoint.age_s)} ago"
+    if ahead := ahead_s(checkpoint.created_at, now()):
+        age = f"dated {duration(ahead)} AHEAD of this machine's clock"
     return f"step {checkpoint.step:<10} generation {checkpoint.generation:<6} {age}"
 
 

@@ -137,7 +137,8 @@ def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[
             seen.add(alert)
             if command == "df -h":
                 command = _df(status, failure)
-            yield _alarm(alert, Severity(severity), f"{failure.stage}: {failure.message}", runbook, command)
+            back = ". None is missing now" if alert == "TierdCheckpointsLost" else ""
+            yield _alarm(alert, Severity(severity), f"{failure.stage}: {failure.message}{back}", runbook, command)
     for run, tier in dict.fromkeys((lost.run, lost.tier) for lost in status.lost):
         ids = [str(lost.id) for lost in status.lost if (lost.run, lost.tier) == (run, tier)]
         more = f" and {len(ids) - LISTED_LOST} more" if len(ids) > LISTED_LOST else ""
@@ -192,17 +193,18 @@ def _of_tier(tier: TierReport) -> Iterator[Alarm]:
 def _of_queue(queue: QueueReport, recent: list[FailureReport], now: datetime, *, is_named: bool) -> Iterator[Alarm]:
     if queue.tier == "hot":
         return
+    copied_s = math.inf if queue.last_copy_age_s is None else queue.last_copy_age_s
+    passing = [each for each in recent if each.stage == "replicate" and each.kind in _PASSING]
+    fails = [each for each in passing if _age_s(each, now) < copied_s]
     replaced_s = queue.given_up_age_s.get("replaced", math.inf)
-    if replaced_s < GIVEN_UP_RECENT_S and queue.checkpoints:  # else it has caught up
+    # Else it has caught up, or is not slow: it does not answer.
+    if replaced_s < GIVEN_UP_RECENT_S and queue.checkpoints and not (is_named or fails):
         takes = "" if queue.copy_s is None else f"; a copy takes {duration(queue.copy_s)}"
         which = counted(queue.given_up["replaced"], "checkpoint was", "checkpoints were")
         what = f"{queue.tier} DOES NOT KEEP UP: {which} replaced before a copy"
         yield _alarm("TierdColdTooSlow", WARNING, what + takes, "cold-too-slow", "tierd status --json")
     if not queue.checkpoints:
         return
-    copied_s = math.inf if queue.last_copy_age_s is None else queue.last_copy_age_s
-    passing = [each for each in recent if each.stage == "replicate" and each.kind in _PASSING]
-    fails = [each for each in passing if _age_s(each, now) < copied_s]
     if fails and not is_named:
         what = f"copies to {queue.tier} fail: {fails[0].message}"
         command = f"tierd doctor --tier {queue.tier}"

@@ -137,14 +137,12 @@ class SidecarFollower:
 
     def report(self) -> SidecarReport:
         """For the status."""
-        now_s = self._context.monotonic_s()
-        behind = [now_s - each.changed_s for each in self._files.values() if each.changed_s is not None]
         return SidecarReport(
             path=printable(str(self._path)),
             run=self._run,
             files=len(self._files),
             size_bytes=sum(each.size_bytes for each in self._files.values()),
-            behind_s=round(max(behind, default=0.0), 1),
+            behind_s=round(self._behind_s(), 1),
             rewritten=dict(sorted(self._rewritten.items())),
             problems=[printable(str(error)) for error in self._problems.values()],
         )
@@ -382,9 +380,11 @@ class SidecarFollower:
         self._recorded = {name: error.message for name, error in self._problems.items()}
 
     def _set_lag(self) -> None:
-        now_s = self._context.monotonic_s()
-        behind = [now_s - each.changed_s for each in self._files.values() if each.changed_s is not None]
-        self._context.metrics.sidecar_lag_seconds.labels(self._run).set(round(max(behind, default=0.0), 3))
+        self._context.metrics.sidecar_lag_seconds.labels(self._run).set(round(self._behind_s(), 3))
+
+    def _behind_s(self) -> float:
+        since_s = (each.changed_s for each in self._files.values() if each.changed_s is not None)
+        return max((self._context.monotonic_s() - each for each in since_s), default=0.0)
 
 
 def _of_version(stored: dict[str, list[Segment]], file: str, version: int) -> dict[str, list[Segment]]:
