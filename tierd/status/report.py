@@ -26,11 +26,12 @@ from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.work_at_risk import PEER, RiskReport, Source
 
 LOOK_S = 5.0  # how long the daemon's answer to a command waits for fresh listings of the tiers
+SKEW_S = 60.0  # between the clocks of two nodes
 FOREIGN_LISTED_MAX = 50  # an attacker can write any number
 
 
 class NewestCheckpoint(msgspec.Struct, kw_only=True):
-    """The newest checkpoint of a run in one tier that is not unhealthy. `age_s` None: `created_at` is no valid time."""
+    """The newest checkpoint of a run in one tier that is not unhealthy. `age_s` None: it is not known, see `age_s`."""
 
     step: int
     generation: int
@@ -305,12 +306,14 @@ def tiers_text(tiers: Iterable[str], parts: Mapping[str, PartReport] | UnsetType
 
 
 def age_s(created_at: str, now: datetime) -> float | None:
-    """Seconds from `created_at` to `now`; None if it is no time: a manifest may hold any text."""
+    """Seconds from `created_at` to `now`; None if it is no time, because a manifest may hold any text, or a time to
+    come, because then a clock was wrong and the age is not known."""
     try:
         created = datetime.fromisoformat(created_at)
     except ValueError:
         return None
-    return max(0.0, (now - created.replace(tzinfo=created.tzinfo or now.tzinfo)).total_seconds())
+    seconds = (now - created.replace(tzinfo=created.tzinfo or now.tzinfo)).total_seconds()
+    return None if seconds < -SKEW_S else max(0.0, seconds)
 
 
 def run_report(catalog: Catalog, run: Run, now: datetime) -> RunReport:
