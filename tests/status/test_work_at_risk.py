@@ -63,3 +63,11 @@ def test_a_start_that_has_saved_nothing_loses_its_own_work_and_not_the_time_befo
     assert (node.seconds, node.steps) == (360.0, 170)
     trainers, _, _ = work_at_risk({"hot": Source(1, 120, None)}, world_size=2, is_running=True, started_s=300.0)
     assert trainers.seconds == 300.0
+
+
+def test_trainers_that_hang_have_done_no_work_since() -> None:
+    trainers, node, _ = work_at_risk(SOURCES, world_size=1, is_running=True, step_s=2.0, silent_s=3.0)
+    assert (trainers.seconds, trainers.steps) == (2.0, 1)
+    assert (node.seconds, node.steps) == (62.0, 21)
+    trainers, _, _ = work_at_risk(SOURCES, world_size=1, is_running=True, step_s=2.0, silent_s=9.0)
+    assert (trainers.seconds, trainers.steps) == (0.0, 0)
