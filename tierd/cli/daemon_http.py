@@ -151,8 +151,12 @@ def _get(
 
 
 def _read(opener: urllib.request.OpenerDirector, request: urllib.request.Request, timeout_s: float) -> bytes:
-    with opener.open(request, timeout=timeout_s) as response:
-        return response.read(_ANSWER_BYTES_MAX)
+    try:
+        with opener.open(request, timeout=timeout_s) as response:
+            return response.read(_ANSWER_BYTES_MAX)
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
+        raise
 
 
 def _within(seconds: float, read: Callable[[], bytes]) -> bytes:
