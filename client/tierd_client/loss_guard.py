@@ -18,10 +18,14 @@ from tierd.errors import BadConfig, BadRequest, Corrupt, NotFound, TierdError, U
 from tierd.format.manifest import REPORTED_UNHEALTHY
 from tierd_client.client import Client, Found
 from tierd_client.log import log
+from tierd_client.restore.replica import Replica, RestoreRequest
+from tierd_client.state.restore_filter import RestoreFilter
+from tierd_client.state.tensors import CapturedTensor
 from tierd_client.state.training_state import State, TrainingState
 
 LOSSES_LEAST = 10  # a median of fewer is not compared
 PERSIST_TIMEOUT_S = 60.0  # for the last snapshot, before the evidence takes its place in memory
+EXAMINED = ("model.", "optimizer.", "ema.")  # entries of a state whose numbers must be finite
 _NO_NUMBER, _NOT_FINITE, _SPIKE = 3, 2, 1
 
 
@@ -79,7 +83,8 @@ class LossGuard:
         self._client = client
         self._state = state
         self._losses = deque[float](maxlen=window)
-        self._keep = tuple(keep) if keep is not None else _position(state)
+        keep = tuple(keep) if keep is not None else _position(state)
+        self._filter = RestoreFilter.parse(only=None, rename=None, strict=True, cast=False, keep=keep)
 
     def check(self, step: int, loss: SupportsFloat | None) -> int | None:
         """Call it on all ranks after each step, before its snapshot. `loss`: this rank's, a number or a tensor with one
@@ -145,7 +150,7 @@ class LossGuard:
         began = self._client.parent
         if generation is not None:
             try:
-                return self._restore("auto", generation)
+                return self._restore(None, generation)
             except (NotFound, Unhealthy, Corrupt) as error:
                 log.error("tierd: generation %d has no checkpoint to go back to: %s", generation, error)
         if began is None:
@@ -155,13 +160,25 @@ class LossGuard:
         except (NotFound, Unhealthy, Corrupt) as error:
             log.error("tierd: the checkpoint at which this start began is of no use: %s", error)
         try:
-            found = self._restore("auto", began.generation)
-        except (NotFound, Unhealthy):
+            found = self._restore(None, began.generation)
+        except (NotFound, Unhealthy, Corrupt):
             return None
-        return found if found is not None and found.step <= began.step else None
+        return found if found.step <= began.step else None
 
-    def _restore(self, resume: str | int, generation: int) -> Found | None:
-        return self._client.restore(self._state, resume=resume, generation=generation, keep=self._keep)
+    def _restore(self, step: int | None, generation: int) -> Found:
+        return self._client.read(RestoreRequest(step=step, generation=generation), self._read)
+
+    def _read(self, replica: Replica) -> None:
+        """Raises Unhealthy for a checkpoint that nobody has examined yet: the loss of its step was good, and then the
+        optimizer has spoiled the weights."""
+        client = self._client
+        replica.read_into_state(self._state, client.rank, client.world_size, self._filter)
+        captured = self._state.capture(client.rank, client.world_size)
+        spoiled = next((each.name for each in captured.tensors if _is_spoiled(each)), None)
+        if spoiled is not None:
+            error = Unhealthy(f"go back to {replica.manifest.id} from {replica.tier}: {spoiled} is not finite")
+            log.error("tierd: %s", error.message)
+            raise error
 
     def _badness(self, loss: float | None) -> int:
         if loss is None:
@@ -196,6 +213,16 @@ def _is_whole(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
+
+
+def _is_spoiled(captured: CapturedTensor) -> bool:
+    """As the daemon examines it: a buffer may be a mask of infinities."""
+    tensor = captured.tensor
+    if not captured.name.startswith(EXAMINED) or not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()  # torch has no isnan for float8
+    return bool(tensor.isnan().any() if captured.is_buffer else not tensor.isfinite().all())
 
 
 def _number(loss: SupportsFloat | None) -> float | None:

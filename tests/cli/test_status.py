@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+import socket
+import threading
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -132,3 +136,29 @@ def test_watch_prints_it_again_until_it_is_interrupted(tmp_path: Path) -> None:
         watching.communicate()
     assert sum(line.startswith("CRITICAL: no daemon runs here") for line in lines) >= 2
     assert "\x1b" not in "".join(lines)
+
+
+def drip(listener: socket.socket) -> None:
+    """Answers with one byte every 50 ms, for two seconds."""
+    with contextlib.suppress(OSError):
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            for _ in range(40):
+                connection.sendall(b" ")
+                time.sleep(0.05)
+
+
+def test_an_answer_of_one_byte_at_a_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program may have the port."""
+    monkeypatch.setattr("tierd.cli.daemon_http.TIMEOUT_S", 0.1)
+    house = make_house(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        house.config.write_text(house.config.read_text().replace(":0", f":{listener.getsockname()[1]}"))
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        checked = house.tierd("status", "--check")
+        is_dripping = thread.is_alive()
+        thread.join()
+    assert is_dripping
+    assert (checked.exit_code, "no whole answer within 1 s" in checked.stdout) == (2, True), checked.stdout

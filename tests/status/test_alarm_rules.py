@@ -113,6 +113,7 @@ WRONG: list[tuple[str, StatusReport]] = [
     ("TierdRunSilent", of_run(pause=Pause(31.0, 30.0))),
     ("TierdNoNewCheckpoint", of_run(tiers={"hot": newest(5, 4 * 3600 + 1.0)})),
     ("TierdNoNewCheckpoint", of_run(tiers={"memory": None, "hot": None, "cold": None}, attached_s=4 * 3600 + 1.0)),
+    ("TierdNoNewCheckpoint", of_nodes(everywhere=newest(5, 4 * 3600 + 1.0), parts={"hot": PART})),
     ("TierdNewerGeneration", of_run(newer_generation=2)),
     ("TierdUnhealthy", of_run(unhealthy_steps=[6], tiers={"hot": newest(5)})),
     ("TierdCommitStalled", of_nodes(awaited={"cold": PART})),

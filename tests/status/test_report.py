@@ -83,11 +83,12 @@ def test_run_report_names_the_newest_healthy_checkpoint_of_each_tier(catalog: Ca
     [
         ("2025-01-01T00:00:00+00:00", 90.0),
         ("2025-01-01T00:00:00", 90.0),
-        ("2026-01-01T00:00:00+00:00", 0.0),
+        ("2025-01-01T00:02:00+00:00", 0.0),
+        ("2025-01-01T01:00:00+00:00", None),
         ("some day", None),
     ],
 )
-def test_age_of_a_checkpoint_is_none_without_a_valid_time_and_never_negative(
+def test_age_of_a_checkpoint_is_not_known_without_a_valid_time_or_if_that_is_to_come(
     created_at: str, expected: float | None
 ) -> None:
     assert age_s(created_at, NOW) == expected

@@ -77,3 +77,11 @@ def test_what_a_tier_has_that_could_not_be_listed_is_not_called_lost(
     risks = work_at_risk({"hot": SOURCES["hot"]}, world_size=1, is_running=True)
     name_unlisted(risks, ["cold"], off_node=off_node)
     assert [risk.unlisted for risk in risks] == [[], of_node, of_region]
+
+
+def test_trainers_that_hang_have_done_no_work_since() -> None:
+    trainers, node, _ = work_at_risk(SOURCES, world_size=1, is_running=True, step_s=2.0, silent_s=3.0)
+    assert (trainers.seconds, trainers.steps) == (2.0, 1)
+    assert (node.seconds, node.steps) == (62.0, 21)
+    trainers, _, _ = work_at_risk(SOURCES, world_size=1, is_running=True, step_s=2.0, silent_s=9.0)
+    assert (trainers.seconds, trainers.steps) == (0.0, 0)

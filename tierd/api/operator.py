@@ -230,6 +230,7 @@ class Operator:
             restore_s={tier: mean_s for tier, (mean_s, _) in costs.items()},
             on_hot_disk=on_hot_disk,
             started_s=None if has_saved else progress.started_s(run, self._context.monotonic_s()),
+            silent_s=report.pause.seconds if report.pause is not None and report.pause.is_too_long else 0.0,
         )
 
     def _partner(self, run: Run) -> PartnerReport | None:

@@ -96,8 +96,10 @@ def now() -> datetime:
 
 def age(created_at: str) -> str:
     """Negative if it is dated ahead of this machine's clock."""
-    seconds, ahead = age_s(created_at, now()), ahead_s(created_at, now())
-    return "?" if seconds is None else f"-{duration(ahead)}" if ahead else duration(seconds)
+    if ahead := ahead_s(created_at, now()):
+        return f"-{duration(ahead)}"
+    seconds = age_s(created_at, now())
+    return "?" if seconds is None else duration(seconds)
 
 
 def metrics_line(metrics: dict[str, float | str]) -> str:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import queue
 import ssl
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +30,7 @@ from tierd.status.report import LOOK_S, HolderReport, StatusReport
 from tierd.tiers.lock import locked_by
 
 TIMEOUT_S = 3.0
+TOTAL_FACTOR = 5.0  # times the timeout: for an answer in many pieces
 _ANSWER_BYTES_MAX = 256 << 20  # 10,000 checkpoints are some 5 MB
 _HINT = "start it with `tierd serve`; `tierd ls` and `tierd restore` work without it"
 _HUNG = "do not start another one: `tierd status` says what to type; `tierd ls` and `tierd restore` work without it"
@@ -126,8 +130,8 @@ def _get(
         request = urllib.request.Request(f"{scheme}://{address}{path}")  # noqa: S310 - one of two schemes
         if config.listen.token_file:
             request.add_header("Authorization", f"Bearer {Path(config.listen.token_file).read_text().strip()}")
-        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as response:
-            raw = response.read(_ANSWER_BYTES_MAX)
+        opener = urllib.request.build_opener(*handlers)
+        raw = _within(TOTAL_FACTOR * timeout_s, lambda: _read(opener, request, timeout_s))
     except urllib.error.HTTPError as error:
         refusal = absent if error.code == 404 else DaemonUnreachable
         message = f"ask the daemon at {address} for {path}: HTTP {error.code} {error.reason}"
@@ -144,6 +148,36 @@ def _get(
         raise DaemonUnreachable(
             f"ask the daemon at {address}: what answers is no tierd of this version ({error})", hint=_HINT
         ) from error
+
+
+def _read(opener: urllib.request.OpenerDirector, request: urllib.request.Request, timeout_s: float) -> bytes:
+    try:
+        with opener.open(request, timeout=timeout_s) as response:
+            return response.read(_ANSWER_BYTES_MAX)
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
+        raise
+
+
+def _within(seconds: float, read: Callable[[], bytes]) -> bytes:
+    """What `read` returns or raises; TimeoutError after these seconds. The timeout of a socket is for each piece, and
+    what listens there may send one byte at a time."""
+    answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+    def put_answer() -> None:
+        try:
+            answers.put(read())
+        except Exception as error:  # of any kind: it is raised below
+            answers.put(error)
+
+    threading.Thread(target=put_answer, name="tierd-http", daemon=True).start()
+    try:
+        answer = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no whole answer within {seconds:.0f} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _trusting(cert_file: str) -> ssl.SSLContext:

@@ -293,12 +293,15 @@ def _why_silent(processes: list[HolderReport]) -> tuple[str, str]:
 
 
 def _without_commit_s(run: RunReport) -> float:
-    """How long the trainers that are attached have trained without a commit in hot; 0 if it is not known."""
-    hot, durable = run.tiers.get("hot"), [tier for tier, newest in run.tiers.items() if newest and tier != "memory"]
-    if hot is None and (durable or (run.nodes is not UNSET and run.nodes.parts)):
+    """How long the trainers that are attached have trained without a commit in hot, or on all nodes; 0 if it is not
+    known."""
+    nodes = None if run.nodes is UNSET else run.nodes
+    newest = [each for each in (run.tiers.get("hot"), nodes and nodes.everywhere) if each is not None]
+    durable = [tier for tier, each in run.tiers.items() if each is not None and tier != "memory"]
+    if not newest and (durable or (nodes is not None and nodes.parts)):
         return 0.0
-    known_s = [each for each in (None if hot is None else hot.age_s, run.attached_s) if each is not None]
-    return min(known_s, default=0.0)
+    commit_s = min((each.age_s for each in newest if each.age_s is not None), default=None)
+    return min((each for each in (commit_s, run.attached_s) if each is not None), default=0.0)
 
 
 def _is_unhealthy(run: RunReport) -> bool:

@@ -27,11 +27,11 @@ from tierd.status.work_at_risk import PEER, RiskReport, Source
 
 LOOK_S = 5.0  # how long the daemon's answer to a command waits for fresh listings of the tiers
 FOREIGN_LISTED_MAX = 50  # an attacker can write any number
-CLOCKS_DIFFER_S = 60.0
+CLOCKS_DIFFER_S = 60.0  # of two nodes
 
 
 class NewestCheckpoint(msgspec.Struct, kw_only=True):
-    """The newest checkpoint of a run in one tier that is not unhealthy. `age_s` None: `created_at` is no valid time."""
+    """The newest checkpoint of a run in one tier that is not unhealthy. `age_s` None: it is not known, see `age_s`."""
 
     step: int
     generation: int
@@ -325,9 +325,10 @@ def tiers_text(tiers: Iterable[str], parts: Mapping[str, PartReport] | UnsetType
 
 
 def age_s(created_at: str, now: datetime) -> float | None:
-    """Seconds from `created_at` to `now`; None if it is no time: a manifest may hold any text."""
+    """Seconds from `created_at` to `now`; None if it is no time, because a manifest may hold any text, or a time to
+    come, because then a clock was wrong and the age is not known."""
     seconds = _since_s(created_at, now)
-    return None if seconds is None else max(0.0, seconds)
+    return None if seconds is None or seconds < -CLOCKS_DIFFER_S else max(0.0, seconds)
 
 
 def ahead_s(created_at: str, now: datetime) -> float:

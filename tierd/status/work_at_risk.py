@@ -48,11 +48,12 @@ def work_at_risk(
     restore_s: Mapping[str, float] | None = None,
     on_hot_disk: Collection[str] = (),
     started_s: float | None = None,
+    silent_s: float = 0.0,
 ) -> list[RiskReport]:
     """`sources`: of the tiers that have one, nearest first; PEER is the copy on another node. `step_s`: how long a step
     takes. `restore_s`: measured, by tier. `on_hot_disk`: the cold tiers there. `started_s`: how long ago this start of
-    the trainers began, where it has saved nothing yet: before it, no work was done after the newest checkpoint. Empty
-    without a checkpoint."""
+    the trainers began, where it has saved nothing yet: before it, no work was done after the newest checkpoint.
+    `silent_s`: for how long the trainers have hung, probably. Empty without a checkpoint."""
     if not sources:
         return []
     newest = max(sources.values(), key=lambda source: source[:2])
@@ -60,7 +61,8 @@ def work_at_risk(
     cold = [tier for tier in off_node if tier != PEER]
     ahead = _best(sources, cold)
     ages_s = [age_s for age_s in (newest.age_s, started_s) if age_s is not None] if is_running else [0.0]
-    since_newest_s = min(ages_s, default=None)  # the time of work after the newest checkpoint
+    # The time of work after the newest checkpoint.
+    since_newest_s = max(0.0, min(ages_s) - silent_s) if ages_s else None
     survivors = {"trainers": list(sources), "node": off_node, "region": [tier for tier in cold if tier != ahead]}
 
     def work_after(source: Source) -> float | None:
