@@ -83,7 +83,10 @@ async def adopt(
         ),
     ] = "",
     marker: Annotated[
-        str, typer.Option("--marker", metavar="NAME", help="With --pattern: the file in a folder that is written last.")
+        str,
+        typer.Option(
+            "--marker", metavar="NAME", help="With --preset or --pattern: the file in a folder that is written last."
+        ),
     ] = "",
     settled: Annotated[
         bool,
