@@ -1,5 +1,4 @@
-"""Bounds the log: of lines that one statement writes again and again, it shows the first of each period, and of a
-warning that is repeated word for word, one.
+"""Bounds the log: shows the first lines of each period that one statement writes, and a repeated warning once.
 
 So no peer can fill the disk by what it makes the daemon complain about, and a tier that fails does not hide the other
 lines. Other lines are not affected.
