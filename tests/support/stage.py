@@ -56,6 +56,8 @@ class Stage:
     def assert_named(self, alert: str, *sentences: str) -> Section:
         """By `tierd status` in text and JSON, by its check, and by Prometheus. The section that it refers to."""
         alarm = wait_until(lambda: named(self.daemon).get(alert), f"the alarm {alert}", NAMED_WITHIN_S)
+        # What disappeared is known a moment after the first sign that something did.
+        wait_until(lambda: all(each in self.daemon.tierd("status").stdout for each in sentences), str(sentences))
         assert_shown(self.daemon, alarm, *sentences)
         self.prometheus.wait_firing(alert)
         return Section(alarm["runbook"])
