@@ -194,22 +194,6 @@ def test_many_lost_checkpoints_are_one_alarm_for_each_tier_and_run() -> None:
     assert "disappeared from dr" in of_dr.message
 
 
-@pytest.mark.parametrize("is_bucket", [True, False])
-def test_a_bucket_that_does_not_answer_is_named_once_though_copies_fail_too(is_bucket: bool) -> None:
-    url = "s3://bucket/prefix" if is_bucket else "file:///mnt/cold"
-    tier = TierReport(name="cold", url=url, is_known=False, error="403")
-    found = msgspec.structs.replace(failed("replicate", "transient"), tiers=[HOT, tier], queues=[SLOW])
-    expected = ["TierdColdRequestsFail"] if is_bucket else ["TierdHalted", "TierdColdRequestsFail"]
-    assert [alarm.alert for alarm in alarms(found, NOW)] == expected
-
-
-def test_a_tier_is_not_called_unreachable_before_its_first_listing_could_end() -> None:
-    tier = TierReport(name="cold", url="s3://b/p", is_known=False, error="not listed yet")
-    assert alarms(status(uptime_s=13.0, tiers=[HOT, tier]), NOW) == []
-    (alarm,) = alarms(status(uptime_s=61.0, tiers=[HOT, tier]), NOW)
-    assert alarm.message.startswith("cold has not answered since the daemon's start")
-
-
 @pytest.mark.parametrize(
     ("message", "command"), [("write x in file:///nvme: no space", "df -h /nvme"), ("write x: no space", "df -h")]
 )

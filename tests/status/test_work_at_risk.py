@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tierd.status.work_at_risk import RiskReport, Source, name_unlisted, work_at_risk
+from tierd.status.work_at_risk import RiskReport, Source, work_at_risk
 
 SOURCES = {
     "memory": Source(1, 120, 5.0),
@@ -55,15 +53,3 @@ def test_a_newer_generation_is_newer_at_any_step_and_an_unknown_age_stays_unknow
     trainers, node, _ = work_at_risk(sources, world_size=1, is_running=True, step_s=1.0)
     assert (trainers.tier, trainers.seconds, trainers.steps) == ("hot", None, 0)
     assert (node.tier, node.seconds, node.steps) == ("cold", 9.0, 0)
-
-
-@pytest.mark.parametrize(
-    ("off_node", "of_node", "of_region"),
-    [(["cold"], ["cold"], []), (["cold", "dr"], ["cold"], ["cold"]), (["dr"], [], []), ([], [], [])],
-)
-def test_what_a_tier_has_that_could_not_be_listed_is_not_called_lost(
-    off_node: list[str], of_node: list[str], of_region: list[str]
-) -> None:
-    risks = work_at_risk({"hot": SOURCES["hot"]}, world_size=1, is_running=True)
-    name_unlisted(risks, ["cold"], off_node=off_node)
-    assert [risk.unlisted for risk in risks] == [[], of_node, of_region]

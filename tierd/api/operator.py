@@ -61,7 +61,7 @@ from tierd.status.report import (
     sources_of,
     tier_report,
 )
-from tierd.status.work_at_risk import RiskReport, name_unlisted, work_at_risk
+from tierd.status.work_at_risk import RiskReport, work_at_risk
 from tierd.workers.lister import Lister
 from tierd.workers.roster_reader import RosterReader
 from tierd.workers.sidecar_follower import SidecarFollower
@@ -205,8 +205,6 @@ class Operator:
             report.processes = self.processes(run) if pause.is_too_long else []
         report.newer_generation = self._context.newer_generations().get(run)
         report.at_risk = self._at_risk(run, report, on_hot_disk)
-        off_node = [name for name in self._context.cold if name not in on_hot_disk]
-        name_unlisted(report.at_risk, self._catalog.unlisted(), off_node=off_node)
         # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
         unhealthy |= {each.id for each in self._memory.complete(run) if each.diagnosis and not each.diagnosis.healthy}

@@ -16,7 +16,6 @@ from msgspec import UNSET
 from tierd import __version__
 from tierd.catalog.catalog import Catalog
 from tierd.catalog.decisions import halted, to_reap
-from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_report, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
@@ -38,13 +37,12 @@ from tierd.status.report import (
     RunReport,
     StatusReport,
     TierReport,
-    ahead_s,
     foreign_sentences,
     run_report,
     sources_of,
     tier_report,
 )
-from tierd.status.work_at_risk import RiskReport, name_unlisted, work_at_risk
+from tierd.status.work_at_risk import RiskReport, work_at_risk
 
 RUNBOOK = "docs/RUNBOOK.md"
 UNKNOWN = 3
@@ -137,8 +135,6 @@ def _run_report(catalog: Catalog, run: Run, on_hot_disk: Set[str]) -> RunReport:
     report = run_report(catalog, run, now())
     sources = sources_of(report)
     report.at_risk = work_at_risk(sources, world_size=1, is_running=False, on_hot_disk=on_hot_disk)
-    off_node = [name for name in catalog.tiers if name != HOT and name not in on_hot_disk]
-    name_unlisted(report.at_risk, catalog.unlisted(), off_node=off_node)
     return report
 
 
@@ -241,8 +237,6 @@ def _watch_problems(report: StatusReport) -> list[str]:
 
 def _place_problem(tier: TierReport, error: str) -> str:
     """Without the hint where the tier cannot be reached: that is below its alarm."""
-    if error == NOT_LISTED_YET:
-        return error
     return f"note: {error}" if tier.is_known else f"NOT REACHABLE: {error.partition(' (hint: ')[0]}"
 
 
@@ -317,8 +311,6 @@ def _print_run(run: RunReport, settings: Settings, *, on_hot_disk: bool) -> None
 
 
 def _risk(risk: RiskReport, *, on_hot_disk: bool) -> str:
-    if risk.unlisted:
-        return f"not known what remains: {', '.join(risk.unlisted)} could not be listed"
     if risk.tier is None:
         which = "second cold tier" if risk.lost == "region" else "cold tier"
         which += " off hot's disk" if on_hot_disk else ""
@@ -332,8 +324,6 @@ def _risk(risk: RiskReport, *, on_hot_disk: bool) -> str:
 
 def _newest(checkpoint: NewestCheckpoint | NewestPart) -> str:
     age = "" if checkpoint.age_s is None else f"{duration(checkpoint.age_s)} ago"
-    if ahead := ahead_s(checkpoint.created_at, now()):
-        age = f"dated {duration(ahead)} AHEAD of this machine's clock"
     return f"step {checkpoint.step:<10} generation {checkpoint.generation:<6} {age}"
 
 

@@ -13,7 +13,6 @@ from datetime import datetime
 
 from msgspec import UNSET
 
-from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.format.node_file import ranks_text
 from tierd.format.text import counted, duration, size
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
@@ -32,10 +31,8 @@ COLD_LATE_S = 3600.0
 SIDECAR_LATE_S = 600.0
 COMMIT_STALLED_S = 1800.0
 PEER_LATE_S = 900.0
-_REQUESTS_FAIL = "TierdColdRequestsFail"
 _PASSING = ("transient", "tier_unreachable")
 LISTED_LOST = 3
-STARTS_S = 60.0  # so long the first listing of a tier may take
 PIDS_MAX = 8  # in a sentence: the ranks of a node
 ROOM_CHECKPOINTS = 2  # hot needs room for as many more
 
@@ -69,15 +66,12 @@ _STALE = "TierdStaleSnapshots", CRITICAL, "stale-snapshots", "tierd ls"
 def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
     """Critical ones first."""
     recent = [each for each in status.failures if _age_s(each, now) < RECENT_S and not _is_over(each, status, now)]
-    is_starting = status.uptime_s is not None and status.uptime_s < STARTS_S
-    of_tiers = {tier.name: list(_of_tier(tier)) for tier in status.tiers if not (is_starting and _is_not_listed(tier))}
-    failing = [name for name, named in of_tiers.items() if any(each.alert == _REQUESTS_FAIL for each in named)]
     found = [
         *_of_daemon(status),
         *_of_failures(status, recent),
         *_of_hot(status, recent),
-        *(alarm for named in of_tiers.values() for alarm in named),
-        *(alarm for queue in status.queues for alarm in _of_queue(queue, recent, now, is_named=queue.tier in failing)),
+        *(alarm for tier in status.tiers for alarm in _of_tier(tier)),
+        *(alarm for queue in status.queues for alarm in _of_queue(queue, recent, now)),
         *(alarm for watch in status.watches for alarm in _of_watch(watch)),
         *(_of_sidecars(status.sidecars) if status.sidecars is not None else ()),
         *_of_halts(status),
@@ -172,39 +166,32 @@ def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm
             yield _alarm("TierdDiskAlmostFull", WARNING, what, "disk-full", "tierd lifecycle --explain")
 
 
-def _is_not_listed(tier: TierReport) -> bool:
-    return tier.error == NOT_LISTED_YET and not tier.is_known
-
-
 def _of_tier(tier: TierReport) -> Iterator[Alarm]:
     if tier.error and not tier.is_known:
-        how = "has not answered since the daemon's start" if _is_not_listed(tier) else "is NOT REACHABLE"
-        what = f"{tier.name} {how}, so nothing that depends on it is deleted: {tier.error}"
+        what = f"{tier.name} is NOT REACHABLE, so nothing that depends on it is deleted: {tier.error}"
         if tier.name == "hot" or not tier.url.startswith("s3://"):
             yield _alarm("TierdHalted", WARNING, what, "tier-unreachable", f"tierd doctor --tier {tier.name}")
         else:
-            yield _alarm(_REQUESTS_FAIL, WARNING, what, "cold-unreachable", f"tierd doctor --tier {tier.name}")
+            yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", f"tierd doctor --tier {tier.name}")
 
 
-def _of_queue(queue: QueueReport, recent: list[FailureReport], now: datetime, *, is_named: bool) -> Iterator[Alarm]:
+def _of_queue(queue: QueueReport, recent: list[FailureReport], now: datetime) -> Iterator[Alarm]:
     if queue.tier == "hot":
         return
-    copied_s = math.inf if queue.last_copy_age_s is None else queue.last_copy_age_s
-    passing = [each for each in recent if each.stage == "replicate" and each.kind in _PASSING]
-    fails = [each for each in passing if _age_s(each, now) < copied_s]
     replaced_s = queue.given_up_age_s.get("replaced", math.inf)
-    # Else it has caught up, or is not slow: it does not answer.
-    if replaced_s < GIVEN_UP_RECENT_S and queue.checkpoints and not (is_named or fails):
+    if replaced_s < GIVEN_UP_RECENT_S and queue.checkpoints:  # else it has caught up
         takes = "" if queue.copy_s is None else f"; a copy takes {duration(queue.copy_s)}"
         which = counted(queue.given_up["replaced"], "checkpoint was", "checkpoints were")
         what = f"{queue.tier} DOES NOT KEEP UP: {which} replaced before a copy"
         yield _alarm("TierdColdTooSlow", WARNING, what + takes, "cold-too-slow", "tierd status --json")
     if not queue.checkpoints:
         return
-    if fails and not is_named:
+    copied_s = math.inf if queue.last_copy_age_s is None else queue.last_copy_age_s
+    passing = [each for each in recent if each.stage == "replicate" and each.kind in _PASSING]
+    if fails := [each for each in passing if _age_s(each, now) < copied_s]:
         what = f"copies to {queue.tier} fail: {fails[0].message}"
         command = f"tierd doctor --tier {queue.tier}"
-        yield _alarm(_REQUESTS_FAIL, WARNING, what, "cold-unreachable", command)
+        yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", command)
     waiting = f"{queue.checkpoints} wait for {queue.tier}"
     command = f"tierd doctor --tier {queue.tier}"
     if queue.oldest_age_s > COLD_LATE_S:

@@ -27,7 +27,6 @@ from tierd.status.work_at_risk import PEER, RiskReport, Source
 
 LOOK_S = 5.0  # how long the daemon's answer to a command waits for fresh listings of the tiers
 FOREIGN_LISTED_MAX = 50  # an attacker can write any number
-CLOCKS_DIFFER_S = 60.0
 
 
 class NewestCheckpoint(msgspec.Struct, kw_only=True):
@@ -305,22 +304,11 @@ def tiers_text(tiers: Iterable[str], parts: Mapping[str, PartReport] | UnsetType
 
 def age_s(created_at: str, now: datetime) -> float | None:
     """Seconds from `created_at` to `now`; None if it is no time: a manifest may hold any text."""
-    seconds = _since_s(created_at, now)
-    return None if seconds is None else max(0.0, seconds)
-
-
-def ahead_s(created_at: str, now: datetime) -> float:
-    """Seconds by which `created_at` is later than `now`: a clock is wrong. 0 for a difference that clocks have."""
-    seconds = _since_s(created_at, now)
-    return -seconds if seconds is not None and seconds < -CLOCKS_DIFFER_S else 0.0
-
-
-def _since_s(created_at: str, now: datetime) -> float | None:
     try:
         created = datetime.fromisoformat(created_at)
     except ValueError:
         return None
-    return (now - created.replace(tzinfo=created.tzinfo or now.tzinfo)).total_seconds()
+    return max(0.0, (now - created.replace(tzinfo=created.tzinfo or now.tzinfo)).total_seconds())
 
 
 def run_report(catalog: Catalog, run: Run, now: datetime) -> RunReport:
