@@ -163,29 +163,6 @@ def test_a_daemon_that_is_stopped_is_continued_and_not_started_again() -> None:
     assert (alarm.severity, alarm.command) == (Severity.CRITICAL, "kill -CONT 7")
 
 
-@pytest.mark.parametrize("state", ["lost", "failed", "halted"])
-def test_a_run_that_has_ended_is_named_with_where_a_restart_begins(state: str) -> None:
-    risk = RiskReport(lost="trainers", tier="hot", step=160)
-    (alarm,) = alarms(of_run(state=state, reason="x", ended_age_s=9.0, at_risk=[risk]), NOW)
-    assert ("The same command continues at step 160, from hot" in alarm.message) == (state != "halted")
-    assert ("oom-kill" in alarm.command) == (state == "lost")
-
-
-def test_silent_trainers_are_named_with_their_processes_and_one_that_is_stopped_is_continued() -> None:
-    def named(*processes: HolderReport) -> Alarm:
-        (alarm,) = alarms(of_run(pause=Pause(31.0, 30.0), processes=list(processes)), NOW)
-        return alarm
-
-    assert named().command == "py-spy dump --pid PID", "of another container"
-    asleep, stopped = HolderReport(pid=7, state="S"), HolderReport(pid=8, state="T")
-    assert named(asleep).command == "py-spy dump --pid 7"
-    both = named(asleep, stopped)
-    assert both.command == "kill -CONT 8"
-    assert both.message.endswith("; process 8 is stopped, by SIGSTOP or a debugger")
-    waits = named(HolderReport(pid=9, state="D"))
-    assert (waits.command, "process 9 waits for a disk or a driver" in waits.message) == ("ps -o stat,wchan -p 9", True)
-
-
 def test_many_lost_checkpoints_are_one_alarm_for_each_tier_and_run() -> None:
     lost = [LostReplica(run="gpt", step=step, generation=1, tier=tier) for tier in ("cold", "dr") for step in range(9)]
     wrong = status(lost=lost, failures=failed("list", "lost").failures)
@@ -212,3 +189,26 @@ def test_lost_checkpoints_that_are_back_are_still_named_and_so_is_that_they_are_
 def test_critical_alarms_come_first() -> None:
     wrong = status(lost=[LostReplica(run="gpt", step=1, generation=1, tier="cold")], halted=["unreadable_manifest: x"])
     assert [alarm.severity for alarm in alarms(wrong, NOW)] == [Severity.CRITICAL, Severity.WARNING]
+
+
+@pytest.mark.parametrize("state", ["lost", "failed", "halted"])
+def test_a_run_that_has_ended_is_named_with_where_a_restart_begins(state: str) -> None:
+    risk = RiskReport(lost="trainers", tier="hot", step=160)
+    (alarm,) = alarms(of_run(state=state, reason="x", ended_age_s=9.0, at_risk=[risk]), NOW)
+    assert ("The same command continues at step 160, from hot" in alarm.message) == (state != "halted")
+    assert ("oom-kill" in alarm.command) == (state == "lost")
+
+
+def test_silent_trainers_are_named_with_their_processes_and_one_that_is_stopped_is_continued() -> None:
+    def named(*processes: HolderReport) -> Alarm:
+        (alarm,) = alarms(of_run(pause=Pause(31.0, 30.0), processes=list(processes)), NOW)
+        return alarm
+
+    assert named().command == "py-spy dump --pid PID", "of another container"
+    asleep, stopped = HolderReport(pid=7, state="S"), HolderReport(pid=8, state="T")
+    assert named(asleep).command == "py-spy dump --pid 7"
+    both = named(asleep, stopped)
+    assert both.command == "kill -CONT 8"
+    assert both.message.endswith("; process 8 is stopped, by SIGSTOP or a debugger")
+    waits = named(HolderReport(pid=9, state="D"))
+    assert (waits.command, "process 9 waits for a disk or a driver" in waits.message) == ("ps -o stat,wchan -p 9", True)

@@ -49,7 +49,6 @@ UNKNOWN = 3
 _CODES = {Severity.WARNING: 1, Severity.CRITICAL: 2}
 _LISTED_FAILURES = 5
 _PAUSE_SHOWN_S = 10.0
-_OF_TIER = ("transient", "tier_unreachable")  # kinds of failures
 _RETRIED = ("tier-unreachable", "cold-unreachable")  # sections of the runbook
 Check = Annotated[
     bool,
@@ -58,6 +57,7 @@ Check = Annotated[
     ),
 ]
 
+_OF_TIER = ("transient", "tier_unreachable")  # kinds of failures
 _STATES = {"stopped": "stopped: start it again", "halted": "HALTED: a person must decide"}
 
 

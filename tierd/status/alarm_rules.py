@@ -256,26 +256,6 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
         yield from _of_nodes(run)
 
 
-def _restart(run: RunReport) -> str:
-    """Where a restart would begin. After a halt, a person decides first."""
-    begins = next((risk for risk in run.at_risk if risk.lost == "trainers" and risk.tier is not None), None)
-    if begins is None or run.state == "halted":
-        return ""
-    return f". The same command continues at step {begins.step}, from {begins.tier}"
-
-
-def _why_silent(processes: list[HolderReport]) -> tuple[str, str]:
-    """What its processes wait for, if that is known, and the command."""
-    stopped = [each.pid for each in processes if each.is_stopped]
-    waiting = [each.pid for each in processes if each.state == "D"]
-    shown = " ".join(map(str, (stopped or waiting)[:PIDS_MAX]))
-    if stopped:
-        return f"; process {shown} is stopped, by SIGSTOP or a debugger", f"kill -CONT {shown}"
-    if waiting:
-        return f"; process {shown} waits for a disk or a driver", f"ps -o stat,wchan -p {shown.replace(' ', ',')}"
-    return "", f"py-spy dump --pid {processes[0].pid if processes else 'PID'}"
-
-
 def _is_unhealthy(run: RunReport) -> bool:
     """Whether no healthy checkpoint is newer than the newest unhealthy one."""
     newest = max((each.step for each in run.tiers.values() if each is not None), default=-1)
@@ -299,3 +279,23 @@ def _of_nodes(run: RunReport) -> Iterator[Alarm]:
     if lag_s > PEER_LATE_S:
         what = f"a node of {run.run} has had no copy of its partner's part for {duration(lag_s)}"
         yield _alarm("TierdPeerBehind", WARNING, what, "peers", "tierd doctor")
+
+
+def _restart(run: RunReport) -> str:
+    """Where a restart would begin. After a halt, a person decides first."""
+    begins = next((risk for risk in run.at_risk if risk.lost == "trainers" and risk.tier is not None), None)
+    if begins is None or run.state == "halted":
+        return ""
+    return f". The same command continues at step {begins.step}, from {begins.tier}"
+
+
+def _why_silent(processes: list[HolderReport]) -> tuple[str, str]:
+    """What its processes wait for, if that is known, and the command."""
+    stopped = [each.pid for each in processes if each.is_stopped]
+    waiting = [each.pid for each in processes if each.state == "D"]
+    shown = " ".join(map(str, (stopped or waiting)[:PIDS_MAX]))
+    if stopped:
+        return f"; process {shown} is stopped, by SIGSTOP or a debugger", f"kill -CONT {shown}"
+    if waiting:
+        return f"; process {shown} waits for a disk or a driver", f"ps -o stat,wchan -p {shown.replace(' ', ',')}"
+    return "", f"py-spy dump --pid {processes[0].pid if processes else 'PID'}"
