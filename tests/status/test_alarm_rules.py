@@ -182,8 +182,15 @@ def test_a_full_disk_is_named_in_the_command_if_it_is_that_of_a_tier(message: st
 
 def test_lost_checkpoints_that_are_back_are_still_named_and_so_is_that_they_are_back() -> None:
     """Whoever has deleted them may do it again."""
-    (alarm,) = alarms(failed("list", "lost"), NOW)
-    assert (alarm.alert, alarm.message) == ("TierdCheckpointsLost", "list: x. None is missing now")
+
+    def named(message: str) -> str:
+        failure = msgspec.structs.replace(failed("list", "lost").failures[0], message=message)
+        (alarm,) = alarms(status(failures=[failure]), NOW)
+        assert alarm.alert == "TierdCheckpointsLost"
+        return alarm.message
+
+    assert named("x disappeared from cold") == "LOST: x disappeared from cold. None is missing now"
+    assert named("cold had a marker and has none now") == "LOST: cold had a marker and has none now", "not listed since"
 
 
 def test_critical_alarms_come_first() -> None:

@@ -33,6 +33,7 @@ COMMIT_STALLED_S = 1800.0
 PEER_LATE_S = 900.0
 _PASSING = ("transient", "tier_unreachable")
 LISTED_LOST = 3
+DISAPPEARED = " disappeared from "  # of checkpoints, not of the marker of a tier
 PIDS_MAX = 8  # in a sentence: the ranks of a node
 ROOM_CHECKPOINTS = 2  # hot needs room for as many more
 
@@ -127,8 +128,10 @@ def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[
             seen.add(alert)
             if command == "df -h":
                 command = _df(status, failure)
-            back = ". None is missing now" if alert == "TierdCheckpointsLost" else ""
-            yield _alarm(alert, Severity(severity), f"{failure.stage}: {failure.message}{back}", runbook, command)
+            what = f"{failure.stage}: {failure.message}"
+            if alert == "TierdCheckpointsLost":
+                what = f"LOST: {failure.message}{'. None is missing now' if DISAPPEARED in failure.message else ''}"
+            yield _alarm(alert, Severity(severity), what, runbook, command)
     for run, tier in dict.fromkeys((lost.run, lost.tier) for lost in status.lost):
         ids = [str(lost.id) for lost in status.lost if (lost.run, lost.tier) == (run, tier)]
         more = f" and {len(ids) - LISTED_LOST} more" if len(ids) > LISTED_LOST else ""
