@@ -5,7 +5,6 @@ from __future__ import annotations
 import html.parser
 
 import msgspec
-import pytest
 
 from tests.api.test_operator import House, house, with_history
 from tests.support.rooms import RUN
@@ -72,18 +71,6 @@ async def test_a_cold_tier_on_the_disk_of_hot_is_named_where_work_is_at_risk(hou
     assert "cold, on hot's disk" in shown.text
     assert "Lost with the node: cold, on hot's disk." in shown.text
     assert "pid 42" in shown.text
-
-
-async def test_work_is_not_called_lost_while_the_cold_tier_could_not_be_listed(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def none_of_them(*_: object) -> set[str]:
-        return set()
-
-    monkeypatch.setattr("tierd.api.operator.on_disk_of", none_of_them)
-    await with_history(house)
-    house.rooms.catalog.listing_failed("cold", "503")
-    assert "the node not known: cold not listed" in (await page(house, "/")).text
 
 
 async def test_checkpoint_of_unknown_age_is_in_the_tables_and_not_in_the_picture(house: House) -> None:

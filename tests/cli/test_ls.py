@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -426,26 +425,6 @@ def test_status_says_which_tier_does_not_keep_up_and_what_was_given_up(house: Ho
         "5 checkpoints were replaced by newer ones before a copy to cold, a copy takes 6 min 0 s",
         "GIVEN UP: 2 checkpoints were deleted before a copy to cold: hot had no room",
     ]
-
-
-def test_a_checkpoint_of_the_future_is_not_shown_as_new(house: House) -> None:
-    """The clock of the machine that has saved it, or of this one, is wrong."""
-    make_checkpoint(house.hot, created_at="2200-01-01T00:00:00.000+00:00")
-    shown = house.tierd("status").stdout
-    assert re.search(r"hot +step 100 .* dated [0-9]+ d [0-9]+ h AHEAD of this machine's clock", shown)
-    assert re.search(r" -[0-9]+ d [0-9]+ h ", house.tierd("ls").stdout)
-
-
-def test_work_is_not_called_lost_where_a_tier_could_not_be_listed(house: House) -> None:
-    hot = {"name": "hot", "url": f"file://{house.hot}", "is_known": True}
-    tier = {"name": "cold", "url": "s3://bucket", "is_known": False, "error": "503"}
-    risks = [{"lost": "node", "unlisted": ["cold"]}, {"lost": "region"}]
-    runs = [{"run": "run42", "generation": 1, "state": "running", "at_risk": risks}]
-    facts = {"version": "0.1.0", "node": "n", "pid": 7, "uptime_s": 1.0, "is_ready": True}
-    with answering(house, msgspec.json.encode({**facts, "runs": runs, "tiers": [hot, tier]})):
-        shown = house.tierd("status").stdout
-    assert "if the node is lost now: not known what remains: cold could not be listed\n" in shown
-    assert "if the region is lost now: all work is lost" in shown
 
 
 def test_status_counts_one_thing_as_one(house: House) -> None:

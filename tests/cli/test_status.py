@@ -54,10 +54,10 @@ def test_a_restart_from_a_tier_that_cannot_be_reached_says_so(capsys: pytest.Cap
 
 def test_a_tier_that_is_not_listed_yet_may_have_what_the_others_lack(capsys: pytest.CaptureFixture[str]) -> None:
     cold = TierReport(name="cold", url="s3://b/p", is_known=False, error=NOT_LISTED_YET)
-    lost = RunReport(run="gpt", generation=1, state="running", at_risk=[RiskReport(lost="node", unlisted=["cold"])])
+    lost = RunReport(run="gpt", generation=1, state="running", at_risk=[RiskReport(lost="node")])
     text = shown(capsys, cold, lost)
-    assert "if the node is lost now: not known what remains: cold could not be listed\n" in text
-    assert "s3://b/p  not listed yet\n" in text
+    assert "all work is lost: no cold tier has a checkpoint that is known; NOT KNOWN: cold\n" in text
+    assert "s3://b/p  note: not listed yet\n" in text
 
 
 def test_an_old_listing_is_shown_with_its_age(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.handmade_nodes import HandmadeNodes, handmade_nodes
 from tests.support.waiting import wait_until
 from tierd.cli.roster_table import print_roster
-from tierd.status.report import NewestPart, NodeReport
+from tierd.status.node_reports import NewestPart, NodeReport
 from tierd.tiers.node_parts import ASK_S
 from tierd.workers.roster_reader import REUSE_S
 

@@ -14,14 +14,11 @@ from tierd.memory.progress import Pause
 from tierd.status.alarm import Alarm, Severity
 from tierd.status.alarm_rules import alarms
 from tierd.status.folder_reports import SidecarReport, WatchReport
+from tierd.status.node_reports import NewestCheckpoint, NewestPart, NodeReport, NodesReport
 from tierd.status.report import (
     FailureReport,
     HolderReport,
     LostReplica,
-    NewestCheckpoint,
-    NewestPart,
-    NodeReport,
-    NodesReport,
     QueueReport,
     RunReport,
     StatusReport,
@@ -172,6 +169,48 @@ def test_a_daemon_that_is_stopped_is_continued_and_not_started_again() -> None:
     assert (alarm.severity, alarm.command) == (Severity.CRITICAL, "kill -CONT 7")
 
 
+def test_a_daemon_that_cannot_be_asked_is_not_said_to_be_absent() -> None:
+    (alarm,) = alarms(status(pid=None, silence="HTTP 401 Unauthorized"), NOW)
+    assert alarm.message == "it is not known whether a daemon takes snapshots here: HTTP 401 Unauthorized"
+    (alarm,) = alarms(status(pid=None), NOW)
+    assert alarm.message.startswith("no daemon runs here: no snapshots are taken")
+
+
+def test_many_lost_checkpoints_are_one_alarm_for_each_tier_and_run() -> None:
+    lost = [LostReplica(run="gpt", step=step, generation=1, tier=tier) for tier in ("cold", "dr") for step in range(9)]
+    wrong = status(lost=lost, failures=failed("list", "lost").failures)
+    of_cold, of_dr = alarms(wrong, NOW)
+    assert "gpt/000000000002-g0001 and 6 more disappeared from cold" in of_cold.message
+    assert "disappeared from dr" in of_dr.message
+
+
+@pytest.mark.parametrize(
+    ("message", "command"), [("write x in file:///nvme: no space", "df -h /nvme"), ("write x: no space", "df -h")]
+)
+def test_a_full_disk_is_named_in_the_command_if_it_is_that_of_a_tier(message: str, command: str) -> None:
+    failure = msgspec.structs.replace(failed("persist", "full").failures[0], message=message)
+    alarm = alarms(status(failures=[failure]), NOW)[0]
+    assert (alarm.alert, alarm.command) == ("TierdDiskFull", command)
+
+
+def test_lost_checkpoints_that_are_back_are_still_named_and_so_is_that_they_are_back() -> None:
+    """Whoever has deleted them may do it again."""
+
+    def named(message: str) -> str:
+        failure = msgspec.structs.replace(failed("list", "lost").failures[0], message=message)
+        (alarm,) = alarms(status(failures=[failure]), NOW)
+        assert alarm.alert == "TierdCheckpointsLost"
+        return alarm.message
+
+    assert named("x disappeared from cold") == "LOST: x disappeared from cold. None is missing now"
+    assert named("cold had a marker and has none now") == "LOST: cold had a marker and has none now", "not listed since"
+
+
+def test_critical_alarms_come_first() -> None:
+    wrong = status(lost=[LostReplica(run="gpt", step=1, generation=1, tier="cold")], halted=["unreadable_manifest: x"])
+    assert [alarm.severity for alarm in alarms(wrong, NOW)] == [Severity.CRITICAL, Severity.WARNING]
+
+
 @pytest.mark.parametrize("state", ["lost", "failed", "halted"])
 def test_a_run_that_has_ended_is_named_with_where_a_restart_begins(state: str) -> None:
     risk = RiskReport(lost="trainers", tier="hot", step=160)
@@ -193,54 +232,3 @@ def test_silent_trainers_are_named_with_their_processes_and_one_that_is_stopped_
     assert both.message.endswith("; process 8 is stopped, by SIGSTOP or a debugger")
     waits = named(HolderReport(pid=9, state="D"))
     assert (waits.command, "process 9 waits for a disk or a driver" in waits.message) == ("ps -o stat,wchan -p 9", True)
-
-
-def test_a_daemon_that_cannot_be_asked_is_not_said_to_be_absent() -> None:
-    (alarm,) = alarms(status(pid=None, silence="HTTP 401 Unauthorized"), NOW)
-    assert alarm.message == "it is not known whether a daemon takes snapshots here: HTTP 401 Unauthorized"
-    (alarm,) = alarms(status(pid=None), NOW)
-    assert alarm.message.startswith("no daemon runs here: no snapshots are taken")
-
-
-def test_many_lost_checkpoints_are_one_alarm_for_each_tier_and_run() -> None:
-    lost = [LostReplica(run="gpt", step=step, generation=1, tier=tier) for tier in ("cold", "dr") for step in range(9)]
-    wrong = status(lost=lost, failures=failed("list", "lost").failures)
-    of_cold, of_dr = alarms(wrong, NOW)
-    assert "gpt/000000000002-g0001 and 6 more disappeared from cold" in of_cold.message
-    assert "disappeared from dr" in of_dr.message
-
-
-@pytest.mark.parametrize("is_bucket", [True, False])
-def test_a_bucket_that_does_not_answer_is_named_once_though_copies_fail_too(is_bucket: bool) -> None:
-    url = "s3://bucket/prefix" if is_bucket else "file:///mnt/cold"
-    tier = TierReport(name="cold", url=url, is_known=False, error="403")
-    found = msgspec.structs.replace(failed("replicate", "transient"), tiers=[HOT, tier], queues=[SLOW])
-    expected = ["TierdColdRequestsFail"] if is_bucket else ["TierdHalted", "TierdColdRequestsFail"]
-    assert [alarm.alert for alarm in alarms(found, NOW)] == expected
-
-
-def test_a_tier_is_not_called_unreachable_before_its_first_listing_could_end() -> None:
-    tier = TierReport(name="cold", url="s3://b/p", is_known=False, error="not listed yet")
-    assert alarms(status(uptime_s=13.0, tiers=[HOT, tier]), NOW) == []
-    (alarm,) = alarms(status(uptime_s=61.0, tiers=[HOT, tier]), NOW)
-    assert alarm.message.startswith("cold has not been listed since the daemon's start")
-
-
-@pytest.mark.parametrize(
-    ("message", "command"), [("write x in file:///nvme: no space", "df -h /nvme"), ("write x: no space", "df -h")]
-)
-def test_a_full_disk_is_named_in_the_command_if_it_is_that_of_a_tier(message: str, command: str) -> None:
-    failure = msgspec.structs.replace(failed("persist", "full").failures[0], message=message)
-    alarm = alarms(status(failures=[failure]), NOW)[0]
-    assert (alarm.alert, alarm.command) == ("TierdDiskFull", command)
-
-
-def test_lost_checkpoints_that_are_back_are_still_named_and_so_is_that_they_are_back() -> None:
-    """Whoever has deleted them may do it again."""
-    (alarm,) = alarms(failed("list", "lost"), NOW)
-    assert (alarm.alert, alarm.message) == ("TierdCheckpointsLost", "list: x. None is missing now")
-
-
-def test_critical_alarms_come_first() -> None:
-    wrong = status(lost=[LostReplica(run="gpt", step=1, generation=1, tier="cold")], halted=["unreadable_manifest: x"])
-    assert [alarm.severity for alarm in alarms(wrong, NOW)] == [Severity.CRITICAL, Severity.WARNING]

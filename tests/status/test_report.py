@@ -13,7 +13,8 @@ from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.manifest import Head, Manifest, file_entry
 from tierd.format.node_file import NodeFile
 from tierd.status.checkpoint_report import checkpoint_rows
-from tierd.status.report import age_s, everywhere_report, newest_report, run_report, tier_report, tiers_text
+from tierd.status.node_reports import age_s, everywhere_report, newest_report
+from tierd.status.report import run_report, tier_report, tiers_text
 
 NONE: frozenset[str] = frozenset()
 NOW = datetime.fromisoformat("2025-01-01T00:01:30+00:00")

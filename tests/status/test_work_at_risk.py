@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tierd.status.work_at_risk import RiskReport, Source, name_unlisted, work_at_risk
+from tierd.status.work_at_risk import RiskReport, Source, work_at_risk
 
 SOURCES = {
     "memory": Source(1, 120, 5.0),
@@ -65,18 +63,6 @@ def test_a_start_that_has_saved_nothing_loses_its_own_work_and_not_the_time_befo
     assert (node.seconds, node.steps) == (360.0, 170)
     trainers, _, _ = work_at_risk({"hot": Source(1, 120, None)}, world_size=2, is_running=True, started_s=300.0)
     assert trainers.seconds == 300.0
-
-
-@pytest.mark.parametrize(
-    ("off_node", "of_node", "of_region"),
-    [(["cold"], ["cold"], []), (["cold", "dr"], ["cold"], ["cold"]), (["dr"], [], []), ([], [], [])],
-)
-def test_what_a_tier_has_that_could_not_be_listed_is_not_called_lost(
-    off_node: list[str], of_node: list[str], of_region: list[str]
-) -> None:
-    risks = work_at_risk({"hot": SOURCES["hot"]}, world_size=1, is_running=True)
-    name_unlisted(risks, ["cold"], off_node=off_node)
-    assert [risk.unlisted for risk in risks] == [[], of_node, of_region]
 
 
 def test_trainers_that_hang_have_done_no_work_since() -> None:

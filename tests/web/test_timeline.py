@@ -6,7 +6,7 @@ import pytest
 
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.status.checkpoint_report import CheckpointRow
-from tierd.status.report import PartReport
+from tierd.status.node_reports import PartReport
 from tierd.web.timeline import MARGIN, SHOWN_MAX, timeline
 
 

@@ -29,7 +29,7 @@ from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.format.manifest import ADOPTED, Manifest
 from tierd.format.signature import Keyring, new_key
 from tierd.lifecycle.policy import HOT, Action
-from tierd.status.report import awaited_report
+from tierd.status.node_reports import awaited_report
 from tierd.tiers.tier import Tier
 from tierd.transfer.adopted_output import AdoptedOutput
 from tierd.transfer.adoption import read_tree

@@ -25,7 +25,7 @@ from tierd.format.manifest import Manifest, encode_marker
 from tierd.format.node_file import NodeFile
 from tierd.format.signature import Keyring, new_key
 from tierd.format.tombstone import Tombstone
-from tierd.status.report import awaited_report
+from tierd.status.node_reports import awaited_report
 from tierd.tiers.tier import Tier
 from tierd.transfer.verify import verify_replica
 from tierd.workers.committer import HOME_S, LIST_MAX_S, LISTING_VALID_S, Committer

@@ -15,7 +15,8 @@ from tierd.format.ids import Run
 from tierd.lifecycle.selection import MEMORY
 from tierd.memory.outcomes import ENDED_RECENT_S
 from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX
-from tierd.status.report import RunReport, StatusReport, age_s
+from tierd.status.node_reports import age_s
+from tierd.status.report import RunReport, StatusReport
 
 
 def refresh_gauges(context: DaemonContext, status: StatusReport, peer_lag_s: Callable[[Run], float | None]) -> None:

@@ -40,28 +40,30 @@ from tierd.status.checkpoint_report import (
 )
 from tierd.status.disks import free_bytes, on_disk_of
 from tierd.status.lifecycle_report import PlannedAction, lifecycle_report
+from tierd.status.node_reports import (
+    NewestPart,
+    NodesReport,
+    PartnerReport,
+    awaited_report,
+    everywhere_report,
+    newest_part_report,
+    newest_report,
+)
 from tierd.status.report import (
     LOOK_S,
     CadenceReport,
     FailureReport,
     HolderReport,
     LostReplica,
-    NewestPart,
-    NodesReport,
-    PartnerReport,
     RunReport,
     StatusReport,
-    awaited_report,
     costs_report,
-    everywhere_report,
     foreign_sentences,
-    newest_part_report,
-    newest_report,
     run_report,
     sources_of,
     tier_report,
 )
-from tierd.status.work_at_risk import RiskReport, name_unlisted, work_at_risk
+from tierd.status.work_at_risk import RiskReport, work_at_risk
 from tierd.workers.lister import Lister
 from tierd.workers.roster_reader import RosterReader
 from tierd.workers.sidecar_follower import SidecarFollower
@@ -209,8 +211,6 @@ class Operator:
             report.processes = self.processes(run) if pause.is_too_long else []
         report.newer_generation = self._context.newer_generations().get(run)
         report.at_risk = self._at_risk(run, report, on_hot_disk)
-        off_node = [name for name in self._context.cold if name not in on_hot_disk]
-        name_unlisted(report.at_risk, self._catalog.unlisted(), off_node=off_node)
         # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
         unhealthy |= {each.id for each in self._memory.complete(run) if each.is_unhealthy}

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from tierd.catalog.decisions import waiting
 from tierd.context import DaemonContext
 from tierd.lifecycle.policy import HOT
-from tierd.status.report import QueueReport, age_s
+from tierd.status.node_reports import age_s
+from tierd.status.report import QueueReport
 
 
 def queue_reports(context: DaemonContext) -> list[QueueReport]:

@@ -17,7 +17,7 @@ import typer
 from tierd.format.text import duration as duration
 from tierd.format.text import printable, printable_json
 from tierd.format.text import size as size
-from tierd.status.report import age_s, ahead_s
+from tierd.status.node_reports import age_s
 from tierd.tiers.store import Progress
 
 T = TypeVar("T")
@@ -95,9 +95,6 @@ def now() -> datetime:
 
 
 def age(created_at: str) -> str:
-    """Negative if it is dated ahead of this machine's clock."""
-    if ahead := ahead_s(created_at, now()):
-        return f"-{duration(ahead)}"
     seconds = age_s(created_at, now())
     return "?" if seconds is None else duration(seconds)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tierd.cli.console import duration, print_result, table
 from tierd.format.node_file import ranks_text
-from tierd.status.report import NewestPart, NodeReport
+from tierd.status.node_reports import NewestPart, NodeReport
 
 ROWS_MAX = 16  # of more nodes, only those that something is wrong with
 RANKS_CHARS_MAX = 14

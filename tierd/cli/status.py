@@ -33,20 +33,18 @@ from tierd.status.alarm import Severity
 from tierd.status.alarm_rules import alarms
 from tierd.status.disks import free_bytes, on_disk_of
 from tierd.status.folder_reports import SidecarReport, WatchReport
+from tierd.status.node_reports import NewestCheckpoint, NewestPart
 from tierd.status.report import (
-    NewestCheckpoint,
-    NewestPart,
     QueueReport,
     RunReport,
     StatusReport,
     TierReport,
-    ahead_s,
     foreign_sentences,
     run_report,
     sources_of,
     tier_report,
 )
-from tierd.status.work_at_risk import RiskReport, name_unlisted, work_at_risk
+from tierd.status.work_at_risk import RiskReport, work_at_risk
 
 RUNBOOK = "docs/RUNBOOK.md"
 UNKNOWN = 3
@@ -55,7 +53,6 @@ _CODES = {Severity.WARNING: 1, Severity.CRITICAL: 2}
 _LISTED_FAILURES = 5
 _PAUSE_SHOWN_S = 10.0
 _LISTED_OLD_S = 60.0
-_OF_TIER = ("transient", "tier_unreachable")  # kinds of failures
 _RETRIED = ("tier-unreachable", "cold-unreachable")  # sections of the runbook
 Check = Annotated[
     bool,
@@ -68,6 +65,7 @@ Watch = Annotated[
     typer.Option("--watch", help=f"Print it again every {WATCH_S:.0f} s, until Ctrl-C."),
 ]
 
+_OF_TIER = ("transient", "tier_unreachable")  # kinds of failures
 _STATES = {"stopped": "stopped: start it again", "halted": "HALTED: a person must decide"}
 
 
@@ -157,8 +155,6 @@ def _run_report(catalog: Catalog, run: Run, on_hot_disk: Set[str]) -> RunReport:
     report = run_report(catalog, run, now())
     sources = sources_of(report)
     report.at_risk = work_at_risk(sources, world_size=1, is_running=False, on_hot_disk=on_hot_disk)
-    off_node = [name for name in catalog.tiers if name != HOT and name not in on_hot_disk]
-    name_unlisted(report.at_risk, catalog.unlisted(), off_node=off_node)
     return report
 
 
@@ -270,9 +266,11 @@ def _listed(age_s: float) -> str:
 
 def _place_problem(tier: TierReport, error: str) -> str:
     """Without the hint where the tier cannot be reached: that is below its alarm."""
-    if error == NOT_LISTED_YET:
-        return error
-    return f"note: {error}" if tier.is_known else f"NOT REACHABLE: {error.partition(' (hint: ')[0]}"
+    return (
+        f"note: {error}"
+        if tier.is_known or error == NOT_LISTED_YET
+        else f"NOT REACHABLE: {error.partition(' (hint: ')[0]}"
+    )
 
 
 def _with_config(command: str, settings: Settings) -> str:
@@ -345,12 +343,12 @@ def _print_run(run: RunReport, settings: Settings, tiers: list[TierReport]) -> N
 
 
 def _risk(risk: RiskReport, tiers: list[TierReport]) -> str:
-    if risk.unlisted:
-        return f"not known what remains: {', '.join(risk.unlisted)} could not be listed"
     if risk.tier is None:
         which = "second cold tier" if risk.lost == "region" else "cold tier"
         which += " off hot's disk" if any(tier.is_on_hot_disk for tier in tiers) else ""
-        return f"all work is lost: no {which} has a checkpoint"
+        unknown = [tier.name for tier in tiers if not tier.is_known and tier.name != HOT]
+        known = f" that is known; NOT KNOWN: {', '.join(unknown)}" if unknown else ""
+        return f"all work is lost: no {which} has a checkpoint{known}"
     work = [f"{risk.steps} step{'' if risk.steps == 1 else 's'}"] if risk.steps is not None else []
     work += [] if risk.seconds is None else [duration(risk.seconds)]
     work += [] if not risk.gpu_seconds else [f"{duration(risk.gpu_seconds)} of GPU time"]
@@ -362,8 +360,6 @@ def _risk(risk: RiskReport, tiers: list[TierReport]) -> str:
 
 def _newest(checkpoint: NewestCheckpoint | NewestPart) -> str:
     age = "" if checkpoint.age_s is None else f"{duration(checkpoint.age_s)} ago"
-    if ahead := ahead_s(checkpoint.created_at, now()):
-        age = f"dated {duration(ahead)} AHEAD of this machine's clock"
     return f"step {checkpoint.step:<10} generation {checkpoint.generation:<6} {age}"
 
 

@@ -19,7 +19,8 @@ from tierd.format.text import counted, duration, size
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
 from tierd.status.alarm import Alarm, Severity
 from tierd.status.folder_reports import SidecarReport, WatchReport
-from tierd.status.report import FailureReport, HolderReport, QueueReport, RunReport, StatusReport, TierReport, age_s
+from tierd.status.node_reports import age_s
+from tierd.status.report import FailureReport, HolderReport, QueueReport, RunReport, StatusReport, TierReport
 
 CRITICAL, WARNING = Severity.CRITICAL, Severity.WARNING
 
@@ -32,10 +33,10 @@ COLD_LATE_S = 3600.0
 SIDECAR_LATE_S = 600.0
 COMMIT_STALLED_S = 1800.0
 PEER_LATE_S = 900.0
-_REQUESTS_FAIL = "TierdColdRequestsFail"
+FIRST_LISTING_S = 600.0  # of a large bucket, after the start of the daemon
 _PASSING = ("transient", "tier_unreachable")
 LISTED_LOST = 3
-STARTS_S = 60.0  # so long the first listing of a tier may take
+DISAPPEARED = " disappeared from "  # of checkpoints, not of the marker of a tier
 PIDS_MAX = 8  # in a sentence: the ranks of a node
 ROOM_CHECKPOINTS = 2  # hot needs room for as many more
 
@@ -69,15 +70,17 @@ _STALE = "TierdStaleSnapshots", CRITICAL, "stale-snapshots", "tierd ls"
 def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
     """Critical ones first."""
     recent = [each for each in status.failures if _age_s(each, now) < RECENT_S and not _is_over(each, status, now)]
-    is_starting = status.uptime_s is not None and status.uptime_s < STARTS_S
-    of_tiers = {tier.name: list(_of_tier(tier)) for tier in status.tiers if not (is_starting and _is_not_listed(tier))}
-    failing = [name for name, named in of_tiers.items() if any(each.alert == _REQUESTS_FAIL for each in named)]
+    unreachable = {tier.name for tier in status.tiers if not tier.is_known}
     found = [
         *_of_daemon(status),
         *_of_failures(status, recent),
         *_of_hot(status, recent),
-        *(alarm for named in of_tiers.values() for alarm in named),
-        *(alarm for queue in status.queues for alarm in _of_queue(queue, recent, now, is_named=queue.tier in failing)),
+        *(alarm for tier in status.tiers for alarm in _of_tier(tier, status.uptime_s or 0.0)),
+        *(
+            alarm
+            for queue in status.queues
+            for alarm in _of_queue(queue, [] if queue.tier in unreachable else recent, now)  # else the tier says it
+        ),
         *(alarm for watch in status.watches for alarm in _of_watch(watch)),
         *(_of_sidecars(status.sidecars) if status.sidecars is not None else ()),
         *_of_halts(status),
@@ -137,8 +140,10 @@ def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[
             seen.add(alert)
             if command == "df -h":
                 command = _df(status, failure)
-            back = ". None is missing now" if alert == "TierdCheckpointsLost" else ""
-            yield _alarm(alert, Severity(severity), f"{failure.stage}: {failure.message}{back}", runbook, command)
+            what = f"{failure.stage}: {failure.message}"
+            if alert == "TierdCheckpointsLost":
+                what = f"LOST: {failure.message}{'. None is missing now' if DISAPPEARED in failure.message else ''}"
+            yield _alarm(alert, Severity(severity), what, runbook, command)
     for run, tier in dict.fromkeys((lost.run, lost.tier) for lost in status.lost):
         ids = [str(lost.id) for lost in status.lost if (lost.run, lost.tier) == (run, tier)]
         more = f" and {len(ids) - LISTED_LOST} more" if len(ids) > LISTED_LOST else ""
@@ -176,39 +181,34 @@ def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm
             yield _alarm("TierdDiskAlmostFull", WARNING, what, "disk-full", "tierd lifecycle --explain")
 
 
-def _is_not_listed(tier: TierReport) -> bool:
-    return tier.error == NOT_LISTED_YET and not tier.is_known
-
-
-def _of_tier(tier: TierReport) -> Iterator[Alarm]:
+def _of_tier(tier: TierReport, uptime_s: float) -> Iterator[Alarm]:
+    if tier.error == NOT_LISTED_YET and uptime_s < FIRST_LISTING_S:
+        return
     if tier.error and not tier.is_known:
-        how = "has not been listed since the daemon's start" if _is_not_listed(tier) else "is NOT REACHABLE"
-        what = f"{tier.name} {how}, so nothing that depends on it is deleted: {tier.error}"
+        what = f"{tier.name} is NOT REACHABLE, so nothing that depends on it is deleted: {tier.error}"
         if tier.name == "hot" or not tier.url.startswith("s3://"):
             yield _alarm("TierdHalted", WARNING, what, "tier-unreachable", f"tierd doctor --tier {tier.name}")
         else:
-            yield _alarm(_REQUESTS_FAIL, WARNING, what, "cold-unreachable", f"tierd doctor --tier {tier.name}")
+            yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", f"tierd doctor --tier {tier.name}")
 
 
-def _of_queue(queue: QueueReport, recent: list[FailureReport], now: datetime, *, is_named: bool) -> Iterator[Alarm]:
+def _of_queue(queue: QueueReport, recent: list[FailureReport], now: datetime) -> Iterator[Alarm]:
     if queue.tier == "hot":
         return
-    copied_s = math.inf if queue.last_copy_age_s is None else queue.last_copy_age_s
-    passing = [each for each in recent if each.stage == "replicate" and each.kind in _PASSING]
-    fails = [each for each in passing if _age_s(each, now) < copied_s]
     replaced_s = queue.given_up_age_s.get("replaced", math.inf)
-    # Else it has caught up, or is not slow: it does not answer.
-    if replaced_s < GIVEN_UP_RECENT_S and queue.checkpoints and not (is_named or fails):
+    if replaced_s < GIVEN_UP_RECENT_S and queue.checkpoints:  # else it has caught up
         takes = "" if queue.copy_s is None else f"; a copy takes {duration(queue.copy_s)}"
         which = counted(queue.given_up["replaced"], "checkpoint was", "checkpoints were")
         what = f"{queue.tier} DOES NOT KEEP UP: {which} replaced before a copy"
         yield _alarm("TierdColdTooSlow", WARNING, what + takes, "cold-too-slow", "tierd status --json")
     if not queue.checkpoints:
         return
-    if fails and not is_named:
+    copied_s = math.inf if queue.last_copy_age_s is None else queue.last_copy_age_s
+    passing = [each for each in recent if each.stage == "replicate" and each.kind in _PASSING]
+    if fails := [each for each in passing if _age_s(each, now) < copied_s]:
         what = f"copies to {queue.tier} fail: {fails[0].message}"
         command = f"tierd doctor --tier {queue.tier}"
-        yield _alarm(_REQUESTS_FAIL, WARNING, what, "cold-unreachable", command)
+        yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", command)
     waiting = f"{queue.checkpoints} wait for {queue.tier}"
     command = f"tierd doctor --tier {queue.tier}"
     if queue.oldest_age_s > COLD_LATE_S:
@@ -272,26 +272,6 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
         yield from _of_nodes(run)
 
 
-def _restart(run: RunReport) -> str:
-    """Where a restart would begin. After a halt, a person decides first."""
-    begins = next((risk for risk in run.at_risk if risk.lost == "trainers" and risk.tier is not None), None)
-    if begins is None or run.state == "halted":
-        return ""
-    return f". The same command continues at step {begins.step}, from {begins.tier}"
-
-
-def _why_silent(processes: list[HolderReport]) -> tuple[str, str]:
-    """What its processes wait for, if that is known, and the command."""
-    stopped = [each.pid for each in processes if each.is_stopped]
-    waiting = [each.pid for each in processes if each.state == "D"]
-    shown = " ".join(map(str, (stopped or waiting)[:PIDS_MAX]))
-    if stopped:
-        return f"; process {shown} is stopped, by SIGSTOP or a debugger", f"kill -CONT {shown}"
-    if waiting:
-        return f"; process {shown} waits for a disk or a driver", f"ps -o stat,wchan -p {shown.replace(' ', ',')}"
-    return "", f"py-spy dump --pid {processes[0].pid if processes else 'PID'}"
-
-
 def _without_commit_s(run: RunReport) -> float:
     """How long the trainers that are attached have trained without a commit in hot, or on all nodes; 0 if it is not
     known."""
@@ -327,3 +307,23 @@ def _of_nodes(run: RunReport) -> Iterator[Alarm]:
     if lag_s > PEER_LATE_S:
         what = f"a node of {run.run} has had no copy of its partner's part for {duration(lag_s)}"
         yield _alarm("TierdPeerBehind", WARNING, what, "peers", "tierd doctor")
+
+
+def _restart(run: RunReport) -> str:
+    """Where a restart would begin. After a halt, a person decides first."""
+    begins = next((risk for risk in run.at_risk if risk.lost == "trainers" and risk.tier is not None), None)
+    if begins is None or run.state == "halted":
+        return ""
+    return f". The same command continues at step {begins.step}, from {begins.tier}"
+
+
+def _why_silent(processes: list[HolderReport]) -> tuple[str, str]:
+    """What its processes wait for, if that is known, and the command."""
+    stopped = [each.pid for each in processes if each.is_stopped]
+    waiting = [each.pid for each in processes if each.state == "D"]
+    shown = " ".join(map(str, (stopped or waiting)[:PIDS_MAX]))
+    if stopped:
+        return f"; process {shown} is stopped, by SIGSTOP or a debugger", f"kill -CONT {shown}"
+    if waiting:
+        return f"; process {shown} waits for a disk or a driver", f"ps -o stat,wchan -p {shown.replace(' ', ',')}"
+    return "", f"py-spy dump --pid {processes[0].pid if processes else 'PID'}"

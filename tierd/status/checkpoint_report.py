@@ -17,7 +17,7 @@ from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import MEMORY, Candidate
-from tierd.status.report import PartReport, part_report, sent_report
+from tierd.status.node_reports import PartReport, part_report, sent_report
 from tierd.tiers.readable_tier import ReadableTier
 
 

@@ -7,7 +7,7 @@ one that is ahead, because nothing says which of them is in the region.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -36,7 +36,6 @@ class RiskReport(msgspec.Struct, kw_only=True):
     gpu_seconds: float | None = None
     steps: int | None = None
     restore_s: float | None = None
-    unlisted: list[str] = []  # cold tiers that may have what no other has: they could not be listed
 
 
 def work_at_risk(
@@ -98,12 +97,3 @@ def work_at_risk(
 def _best(sources: Mapping[str, Source], tiers: Collection[str]) -> str | None:
     """The tier with the newest checkpoint; the first of several."""
     return max(tiers, key=lambda tier: sources[tier][:2], default=None)
-
-
-def name_unlisted(risks: Sequence[RiskReport], unlisted: Collection[str], *, off_node: Collection[str]) -> None:
-    """Where nothing is known to survive: the cold tiers that may have a checkpoint and could not be listed. `off_node`:
-    the cold tiers that are not lost with the node."""
-    for risk in risks:
-        # One of the cold tiers is lost with the region.
-        if risk.tier is None and (risk.lost == "node" or (risk.lost == "region" and len(off_node) > 1)):
-            risk.unlisted = [tier for tier in off_node if tier in unlisted]

@@ -131,7 +131,7 @@ class Lister:
         self._context.metrics.lost_checkpoints_total.labels(tier=name).inc(len(new))
         more = f" and {len(new) - NAMED_MAX} more" if len(new) > NAMED_MAX else ""
         error = Lost(
-            f"list {name}: {', '.join(map(str, new[:NAMED_MAX]))}{more} disappeared; this daemon has not deleted them",
+            f"{', '.join(map(str, new[:NAMED_MAX]))}{more} disappeared from {name}; this daemon has not deleted them",
             hint="what hot still has is sent again; docs/RUNBOOK.md#checkpoints-lost",
         )
         self._context.incidents.record(self.name, error, new[0])

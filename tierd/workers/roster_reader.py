@@ -14,7 +14,7 @@ from tierd.context import DaemonContext
 from tierd.format.ids import Run
 from tierd.format.peers import HeldPart, NodeAddress, NodeParts
 from tierd.format.text import printable
-from tierd.status.report import NewestPart, NodeReport, age_s
+from tierd.status.node_reports import NewestPart, NodeReport, age_s
 from tierd.tiers.node_parts import ask_nodes
 from tierd.workers.inventory import durable_parts
 

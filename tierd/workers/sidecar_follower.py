@@ -112,15 +112,15 @@ class SidecarFollower:
             self._problems[""] = error
         else:
             due = [name for name, key in found.items() if self._is_due(name, key, now_s)]
-            gone = [name for name in self._files if name not in found]
-            for name in gone:
-                self._files[name].changed_s = None
-            gone = [name for name in gone if self._files[name].held is not None]
+            lost = [(name, each) for name, each in self._files.items() if name not in found]
+            for _, each in lost:
+                each.changed_s = None
+            gone = [name for name, each in lost if each.held is not None]
             self._let_go(found, now_s)
             if due or gone or now_s - self._compared_s >= CHECK_S:
                 await self._copy(due, gone)
         self._record()
-        self._set_lag()
+        self._context.metrics.sidecar_lag_seconds.labels(self._run).set(round(self._behind_s(), 3))
         self._passed_s = now_s
         return True
 
@@ -378,9 +378,6 @@ class SidecarFollower:
             if self._recorded.get(name) != error.message:
                 self._context.incidents.record(self.name, error)
         self._recorded = {name: error.message for name, error in self._problems.items()}
-
-    def _set_lag(self) -> None:
-        self._context.metrics.sidecar_lag_seconds.labels(self._run).set(round(self._behind_s(), 3))
 
     def _behind_s(self) -> float:
         since_s = (each.changed_s for each in self._files.values() if each.changed_s is not None)
