@@ -1,7 +1,7 @@
-"""Bounds the log: shows the first lines of each period that one statement writes, and a repeated warning once.
+"""Bounds the log: of lines that repeat, it shows the first ones of each period and counts the others.
 
-So no peer can fill the disk by what it makes the daemon complain about, and a tier that fails does not hide the other
-lines. Other lines are not affected.
+What one statement writes again and again is limited, so no peer can fill the disk by what it makes the daemon complain
+about. A warning that is repeated word for word is one line, so a tier that fails does not hide the other lines.
 """
 
 from __future__ import annotations
