@@ -87,7 +87,7 @@ def test_every_line_of_a_history_reaches_cold_once_although_the_daemon_is_killed
         assert written(daemon, tmp_path / "hot-copy", "hot") == lines
         status = daemon.status()["sidecars"]
         assert (status["files"], status["size_bytes"], status["rewritten"]) == (1, len(lines), {})
-        assert f"sidecar files in {tmp_path / 'out'} for run: 1 files" in daemon.tierd("status").stdout
+        assert f"sidecar files in {tmp_path / 'out'} for run: 1 file" in daemon.tierd("status").stdout
 
 
 def test_a_history_comes_back_from_a_bucket_on_an_empty_machine_and_goes_on(
