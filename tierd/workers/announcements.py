@@ -55,6 +55,7 @@ class Announcements:
         self._context, self._watch, self._claim = context, watch, claim
         self._run = check_run(watch.run)
         self.node = watch.node
+        self.apart_s = SPREAD * watch.quiet_s if watch.node else 0.0  # between the clock here and that of node 0
         self._is_last_on_node_0 = preset_of(watch).whole is Whole.ANNOUNCED
         self._waits: dict[int, _Wait] = {}  # by step
 
@@ -192,20 +193,21 @@ class Announcements:
     # ── the other nodes ──
 
     async def _find(self, step: int, least: int) -> Announced | None:
-        """The head of the newest generation of the step, of the first cold tier that has one. Raises TierUnreachable
-        where none answers."""
+        """The head of the newest generation of the step in any cold tier: one that was down lacks the newest. Raises
+        TierUnreachable where none answers."""
+        found: list[Announced] = []
         errors: list[TierdError | TimeoutError] = []
         for tier in self._context.cold.values():
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     if (announced := await self._find_in(tier, step, least)) is not None:
-                        return announced
+                        found.append(announced)
             except (TierdError, TimeoutError) as error:
                 errors.append(error)
         if len(errors) == len(self._context.cold):
             why = "; ".join(str(error) or "no answer" for error in errors)
             raise TierUnreachable(f"find what node 0 says about step {step} of {self._run}: {why}")
-        return None
+        return max(found, key=lambda announced: announced.generation, default=None)
 
     async def _find_in(self, tier: Tier, step: int, least: int) -> Announced | None:
         listing = await tier.listing(layout.step_prefix(self._run, step))

@@ -6,16 +6,17 @@ Where several nodes adopt one checkpoint together, it is what this node has stor
 from __future__ import annotations
 
 from contextlib import suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from tierd.catalog.decisions import lost, waiting
 from tierd.catalog.entry import Entry
+from tierd.config.sections import WatchConfig
 from tierd.context import DaemonContext
 from tierd.errors import NotFound, TierdError, Transient
 from tierd.format.adopted import AdoptedTree, merged, nodes_of
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.ids import CheckpointId, check_run
 from tierd.format.layout import parse_key
-from tierd.transfer.adoption import is_same_tree, read_tree
+from tierd.transfer.adoption import created_at, is_same_tree, read_tree
 from tierd.transfer.source_tree import SourceTree
 
 TREES_MAX = 64  # that are kept in memory
@@ -23,17 +24,28 @@ CLOCKS_DIFFER = timedelta(hours=1)  # of the file server and this machine, at mo
 
 
 class StoredCheckpoints:
-    """`path`: the watched folder, for errors. `node`: of several; None: there is one."""
+    """Of a watched folder. `apart_s`: how much later than here the times of what is stored may be, where they are those
+    of node 0."""
 
-    def __init__(self, context: DaemonContext, run: Run, path: str, node: int | None = None) -> None:
-        self._context, self._run, self._path, self._node = context, run, path, node
+    def __init__(self, context: DaemonContext, watch: WatchConfig, *, apart_s: float = 0.0) -> None:
+        self._context, self._run, self._path = context, check_run(watch.run), watch.path
+        self._node = watch.node if watch.nodes > 1 else None
+        self._apart = timedelta(seconds=apart_s)
         self._trees: dict[CheckpointId, AdoptedTree] = {}
         self._newest = -1, ""  # as of how many changes of the catalog
 
     def entries(self) -> list[Entry]:
         return self._context.catalog.entries(self._run)
 
-    def newest_created_at(self) -> str:
+    def has_newer(self, tree: SourceTree) -> bool:
+        """Whether something was stored that was written later, for certain."""
+        newest = self._newest_created_at()
+        if newest and self._apart:
+            with suppress(ValueError, OverflowError):
+                newest = (datetime.fromisoformat(newest) - self._apart).isoformat(timespec="microseconds")
+        return created_at(tree) < newest
+
+    def _newest_created_at(self) -> str:
         """A time in the future is wrong, and would keep everything from being adopted, so it does not count."""
         changes, newest = self._newest
         if changes != self._context.catalog.changes:  # a run may have many checkpoints, and the folder too

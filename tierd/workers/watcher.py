@@ -24,7 +24,7 @@ from tierd.format.text import printable
 from tierd.lifecycle.watched import Listed, Verdicts, beside_name, is_name, judge, misfit, preset_of
 from tierd.status.folder_reports import WatchReport
 from tierd.tiers.pool import ThreadPool
-from tierd.transfer.adoption import THREADS, adopted_id, created_at, was_saved_again
+from tierd.transfer.adoption import THREADS, adopted_id, was_saved_again
 from tierd.transfer.atomic_output import clear_abandoned
 from tierd.transfer.source_removal import remove_leftovers, remove_source
 from tierd.transfer.source_tree import SourceTree
@@ -70,7 +70,7 @@ class Watcher:
         self._verdicts = Verdicts()
         self._changing: set[str] = set()  # in the last pass
         self._parts = Announcements(context, watch, self.claim) if watch.nodes > 1 else None
-        self._stored = StoredCheckpoints(context, self.run, watch.path, watch.node if self._parts else None)
+        self._stored = StoredCheckpoints(context, watch, apart_s=self._parts.apart_s if self._parts else 0.0)
         self._holder = ""
         self._adopted, self._newest = 0, -1
         self._order = ScanOrder()
@@ -181,10 +181,8 @@ class Watcher:
         verdicts.waiting.update(unready)
         verdicts.quiet.update(name for name in unready if self._seen[name].tree is not None)
         self._verdicts, self._listed_s = verdicts, now_s
-        for name in verdicts.complete:
-            self._complete_s.setdefault(name, now_s)
-        for name in [name for name in self._complete_s if name not in verdicts.complete]:
-            del self._complete_s[name]  # it is being written again
+        # Without those that are being written again.
+        self._complete_s = {name: self._complete_s.get(name, now_s) for name in verdicts.complete}
 
     def _to_scan(self, names: list[str]) -> list[str]:
         """The names of checkpoints that may be new, and of adopted ones that may have been saved again."""
@@ -208,7 +206,7 @@ class Watcher:
         key, seen = tree_key(tree), self._seen.get(name)
         if seen is None or seen.key != key:
             was_adopted = seen is not None and seen.is_adopted
-            is_late = created_at(tree) < self._stored.newest_created_at() and not self._was_just_written(tree, now_s)
+            is_late = self._stored.has_newer(tree) and not self._was_just_written(tree, now_s)
             seen = self._seen[name] = WatchedEntry(key, now_s, tree, is_late, is_adopted=was_adopted)
         if seen.is_done:
             return ""
@@ -318,6 +316,8 @@ class Watcher:
         announced = await parts.head(step, seen.tree, least=least, waiting=steps)
         if isinstance(announced, str):
             self._verdicts.waiting[name] = announced
+            if self._stored.has_newer(seen.tree):  # it is probably of a save that was killed: nothing awaits it
+                self._complete_s.pop(name, None)
             return
         await self._adopter.adopt(seen.tree.path, seen.key, announced.id, Part(announced, parts.node))
         parts.forget(step)
