@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.framework_saves import save_dcp_on, save_deepspeed_on
-from tests.workers.test_announcements import SPREAD_S, made, shift
+from tests.workers.test_announcements import RUN, SPREAD_S, made, shift
+from tierd.config.sections import DrillConfig
 from tierd.errors import TierUnreachable
 from tierd.tiers.tier import Tier
+from tierd.workers.driller import Driller
 
 
 async def test_a_node_takes_the_newest_head_of_all_cold_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,3 +71,59 @@ async def test_of_dcp_a_save_that_was_killed_neither_delays_the_end_of_a_daemon_
         assert "step-5: node 0 has not announced step 5 yet" in other.waiting
         assert other.watcher.unfinished(0.0) == []
         assert other.watcher.report().pending == 0
+
+
+async def test_what_more_nodes_have_saved_is_not_announced_as_whole_by_fewer(tmp_path: Path) -> None:
+    async with made(tmp_path, 3, preset="deepspeed") as nodes:
+        home, other, _ = nodes.nodes
+        save_deepspeed_on(nodes.outs, 10)
+        await nodes.look()
+        await nodes.send()
+        save_deepspeed_on(nodes.outs, 20)  # the job is killed before a daemon has seen it
+        nodes.ahead_s += 60
+        for node in (home, other):
+            await node.watcher.close()
+            node.restart(nodes=2)
+        await nodes.look(home, other)
+        await nodes.send(home, other)
+        assert "before this daemon began with 2 nodes, and ds/000000000010-g0001 is of 3" in home.problems
+        assert "node 0 has not announced step 20 yet" in other.waiting
+        assert home.watcher.unfinished(0.0) == [], "an end of the daemon does not wait for it"
+        shift(save_deepspeed_on(nodes.outs[:2], 30), nodes.ahead_s + 5)
+        nodes.ahead_s += 10
+        await nodes.look(home, other)
+        await nodes.look(home, other)
+        await nodes.send(home, other)
+        assert [step for step, _, _ in await nodes.committed()] == [10, 30]
+        await home.watcher.close()
+        home.restart(nodes=2)
+        await nodes.look(home)
+        assert list(home.parts) == [10, 30]
+        assert other.watcher.unfinished(0.0) == []
+
+
+async def test_a_head_of_another_number_of_nodes_holds_up_no_end_of_a_daemon(tmp_path: Path) -> None:
+    async with made(tmp_path, 2, preset="deepspeed") as nodes:
+        other = nodes.nodes[1]
+        other.restart(nodes=4)
+        save_deepspeed_on(nodes.outs, 10)
+        await nodes.look()
+        assert "watch.nodes is 4 here" in other.problems
+        assert other.watcher.unfinished(0.0) == []
+
+
+async def test_a_drill_restores_the_whole_from_cold_and_no_part_from_hot(tmp_path: Path) -> None:
+    async with made(tmp_path, 2, preset="deepspeed") as nodes:
+        save_deepspeed_on(nodes.outs, 10)
+        await nodes.look()
+        await nodes.send()
+        rooms = nodes.nodes[0].rooms
+        await rooms.list_tiers()
+        rooms.config = msgspec.structs.replace(rooms.config, drill=DrillConfig(interval_s=100.0))
+        driller = Driller(rooms.context)
+        for _ in range(2):
+            nodes.now_s += 1000
+            await driller.run_once()
+        proven = rooms.metrics.drill_newest_step_proven
+        assert proven.labels(run=RUN, tier="cold")._value.get() == 10  # pyright: ignore[reportPrivateUsage]
+        assert rooms.incidents.recent() == []

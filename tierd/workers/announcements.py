@@ -23,6 +23,7 @@ from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.announced import Announced, decode_announced
 from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, check_run
+from tierd.format.manifest import Manifest
 from tierd.lifecycle.watched import Whole, preset_of
 from tierd.tiers.tier import Tier
 from tierd.transfer.adoption import adopted_id, created_at, new_head
@@ -55,6 +56,9 @@ class Announcements:
         self._context, self._watch, self._claim = context, watch, claim
         self._run = check_run(watch.run)
         self.node = watch.node
+        self._began_s = context.now().timestamp()
+        self._former: Manifest | None = None  # the newest before the first announcement, if of another number of nodes
+        self._is_former_known = False
         self.apart_s = SPREAD * watch.quiet_s if watch.node else 0.0  # between the clock here and that of node 0
         self._is_last_on_node_0 = preset_of(watch).whole is Whole.ANNOUNCED
         self._waits: dict[int, _Wait] = {}  # by step
@@ -120,6 +124,7 @@ class Announcements:
 
     async def _announce(self, step: int, tree: SourceTree, least: int) -> Announced | str:
         context, run = self._context, self._run
+        self._check_number(tree)
         for _ in range(GENERATIONS_TRIED):
             standing = await self._claim.standing(least=least)
             if standing.holder:
@@ -133,6 +138,21 @@ class Announcements:
             f"announce step {step} of {run}: a cold tier has other saves of it up to generation {least - 1}",
             hint="nothing was overwritten; do two jobs write one run?",
         )
+
+    def _check_number(self, tree: SourceTree) -> None:
+        """Raises BadConfig where the save may be of another number of nodes: the parts of these nodes would count as
+        the whole of it."""
+        nodes = self._watch.nodes
+        if not self._is_former_known:
+            newest = next(iter(self._context.catalog.entries(self._run)), None)
+            self._former = newest.manifest if newest is not None and newest.manifest.world_size != nodes else None
+            self._is_former_known = True
+        if self._former is not None and tree.modified_ns / 1e9 < self._began_s:
+            raise BadConfig(
+                f"announce {tree.path}: it was written before this daemon began with {nodes} nodes, and "
+                f"{self._former.id} is of {self._former.world_size}, so {nodes} nodes may not have all of it",
+                hint="later saves are adopted; this one is not",
+            )
 
     async def _announced(self, checkpoint: CheckpointId, tree: SourceTree) -> Announced | None:
         """What the cold tiers say about the checkpoint. It is written where it is missing; one is enough. None if they

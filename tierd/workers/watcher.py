@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tierd.backoff import backoff_s
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.config.sections import WatchConfig
 from tierd.context import DaemonContext
@@ -107,7 +106,8 @@ class Watcher:
         if self._passed_s < since_s:
             self._on_change()
             return [str(self._path)]
-        return [] if self._holder else sorted({*self._complete_s, *self._verdicts.quiet, *self._changing})
+        complete = (name for name in self._complete_s if not self._seen[name].is_refused)
+        return [] if self._holder else sorted({*complete, *self._verdicts.quiet, *self._changing})
 
     async def close(self) -> None:
         await self._events.stop()
@@ -269,9 +269,7 @@ class Watcher:
                     self._gone(name)
                     continue
                 self._findings.problems[name] = error
-                seen.tries += 1
-                limits = self._context.config.limits
-                seen.not_before_s = now_s + backoff_s(seen.tries, min_s=limits.retry_min_s, max_s=limits.retry_max_s)
+                seen.failed(error, now_s, self._context.config.limits)
                 if isinstance(error, Full):
                     return  # a newer one must not be adopted before it
             if self._holder:
