@@ -287,9 +287,10 @@ class Watcher:
             if stored.name != tree.name and all(entry.id.step <= step for entry in entries):
                 return self._done(name, seen, note=f"{name} is not adopted: {stored.name} of the same step was")
             if stored.name == tree.name and not was_saved_again(stored, tree, self._preset.marker):
+                also = f"; `tierd adopt --generation {former.id.generation + 1}` adopts this too"
                 raise TargetNotEmpty(
                     f"adopt {tree.path}: something in it was written after it was adopted as {former.id}",
-                    hint=f"that one is kept; `tierd adopt --generation {former.id.generation + 1}` adopts this too",
+                    hint="that one is kept" + ("" if self._parts else also),
                 )
             least = former.id.generation + 1
         if seen.is_late:
