@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,14 @@ import msgspec
 import pytest
 
 from tests.support.framework_saves import save_dcp_on, save_deepspeed_on
-from tests.workers.test_announcements import RUN, SPREAD_S, made, shift
+from tests.workers.test_announcements import RUN, SPREAD_S, Node, made, shift
 from tierd.config.sections import DrillConfig
 from tierd.errors import TierUnreachable
 from tierd.tiers.tier import Tier
+from tierd.workers.drain import drain
 from tierd.workers.driller import Driller
+from tierd.workers.restorer import PART_AWAITED_S
+from tierd.workers.worker import Wake
 
 
 async def test_a_node_takes_the_newest_head_of_all_cold_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +132,35 @@ async def test_a_drill_restores_the_whole_from_cold_and_no_part_from_hot(tmp_pat
         proven = rooms.metrics.drill_newest_step_proven
         assert proven.labels(run=RUN, tier="cold")._value.get() == 10  # pyright: ignore[reportPrivateUsage]
         assert rooms.incidents.recent() == []
+
+
+async def test_the_end_of_node_0_does_not_wait_for_a_part_that_another_node_has_lost(tmp_path: Path) -> None:
+    async with made(tmp_path, 2, preset="deepspeed") as nodes:
+        home, other = nodes.nodes
+        for step in (10, 20):
+            save_deepspeed_on(nodes.outs, step)
+            await nodes.look(home)
+            if step == 10:
+                shutil.rmtree(other.out)
+                other.out.mkdir()
+                await nodes.send()
+                assert await lacks(home), "node 1 may have it and send it"
+                save_deepspeed_on(nodes.outs[1:], 20)
+        await nodes.look(other)
+        await nodes.send()
+        assert [step for step, _, _ in await nodes.committed()] == [20]
+        assert await lacks(home), "node 1 may still send it"
+        nodes.ahead_s += PART_AWAITED_S
+        assert not await lacks(home)
+
+
+async def lacks(node: Node) -> bool:
+    """Whether the end of the daemon waits for anything in cold."""
+    daemon = msgspec.structs.replace(node.rooms.config.daemon, drain_cold_s=60.0)
+    node.rooms.config = msgspec.structs.replace(node.rooms.config, daemon=daemon)
+    try:
+        async with asyncio.timeout(0.2):
+            await drain(node.rooms.context, lambda: None, Wake())
+    except TimeoutError:
+        return True
+    return False
