@@ -14,7 +14,9 @@ from tests.support.framework_saves import save_dcp_on, save_deepspeed_on
 from tests.workers.test_announcements import RUN, SPREAD_S, Node, made, shift
 from tierd.config.sections import DrillConfig
 from tierd.errors import TierUnreachable
+from tierd.format.ids import checkpoint_id
 from tierd.tiers.tier import Tier
+from tierd.workers.announcements import LOOK_MAX_S
 from tierd.workers.drain import drain
 from tierd.workers.driller import Driller
 from tierd.workers.restorer import PART_AWAITED_S
@@ -49,10 +51,12 @@ async def test_a_node_whose_clock_is_behind_adopts_what_was_saved_while_its_daem
         save_deepspeed_on(nodes.outs, 10)
         shift([other.out / "global_step10"], -30)
         await nodes.look()
+        nodes.now_s, nodes.ahead_s = nodes.now_s + SPREAD_S, nodes.ahead_s + SPREAD_S
+        await nodes.look(other)
         await other.watcher.close()
         shift(save_deepspeed_on(nodes.outs, 20), 20)
         shift([other.out / "global_step20"], -30)  # before step 10 by the clock of node 0
-        nodes.ahead_s += 20
+        nodes.ahead_s += SPREAD_S
         other.restart()
         await nodes.look(home)
         await nodes.look(other)
@@ -152,6 +156,55 @@ async def test_the_end_of_node_0_does_not_wait_for_a_part_that_another_node_has_
         assert await lacks(home), "node 1 may still send it"
         nodes.ahead_s += PART_AWAITED_S
         assert not await lacks(home)
+
+
+async def test_a_late_node_does_not_take_a_second_save_for_the_first(tmp_path: Path) -> None:
+    async with made(tmp_path, 2, preset="deepspeed") as nodes:
+        home, late = nodes.nodes
+        save_deepspeed_on(nodes.outs, 10)
+        await nodes.look(home)
+        shift(save_deepspeed_on(nodes.outs, 10), 30)  # the training has gone back, and was fast
+        nodes.ahead_s += 30
+        await nodes.look(late)
+        assert late.parts == {}
+        assert "it is adopted if node 0 announces no other save of step 10 for 60 s" in late.waiting
+        await nodes.look(home)
+        nodes.now_s += LOOK_MAX_S
+        await nodes.look(late)
+        await nodes.send()
+        assert await nodes.committed() == [(10, 2, 2)]
+
+
+@pytest.mark.parametrize("seconds", [-30, 30])
+async def test_a_slow_node_has_its_part_adopted_after_a_while(tmp_path: Path, seconds: float) -> None:
+    async with made(tmp_path, 2, preset="deepspeed") as nodes:
+        shift(save_deepspeed_on(nodes.outs, 10)[1:], seconds)
+        nodes.ahead_s += max(seconds, 0)
+        await nodes.look()
+        assert nodes.nodes[1].parts == {}
+        nodes.ahead_s += SPREAD_S
+        nodes.now_s += SPREAD_S
+        await nodes.look()
+        await nodes.send()
+        assert await nodes.committed() == [(10, 1, 1)]
+
+
+async def test_a_step_is_saved_again_after_cold_has_deleted_the_first(tmp_path: Path) -> None:
+    async with made(tmp_path, 2, preset="deepspeed") as nodes:
+        save_deepspeed_on(nodes.outs, 10)
+        await nodes.look()
+        await nodes.send()
+        await nodes.cold.bury(checkpoint_id(RUN, 10, 1))
+        for node in nodes.nodes:
+            await node.rooms.list_tiers()
+            assert list(node.parts) == [10], "hot keeps its part"
+        shift(save_deepspeed_on(nodes.outs, 10), SPREAD_S + 30)
+        nodes.ahead_s += SPREAD_S + 30
+        await nodes.look()
+        nodes.now_s += LOOK_MAX_S
+        await nodes.look()
+        await nodes.send()
+        assert await nodes.committed() == [(10, 2, 2)]
 
 
 async def lacks(node: Node) -> bool:

@@ -108,17 +108,22 @@ class Announcements:
     def _other_save(self, announced: Announced, tree: SourceTree) -> str:
         """Why the files here may be of another save of the step than those of node 0; empty if they are of the same."""
         assert announced.created is not None  # decode_announced refuses others
-        later_s = tree.modified_ns / 1e9 - announced.created.timestamp()
-        how = f"{abs(later_s):.0f} s {'later' if later_s > 0 else 'earlier'} than on node 0"
-        other = f"it was written {how}, so it may be another save of step {announced.step}: "
-        quiet_s = self._watch.quiet_s
+        here_s, there_s = tree.modified_ns / 1e9, announced.created.timestamp()
+        later_s, quiet_s, spread_s = here_s - there_s, self._watch.quiet_s, SPREAD * self._watch.quiet_s
+        how = f"it was written {abs(later_s):.0f} s {'later' if later_s > 0 else 'earlier'} than on node 0"
+        other = f"{how}, so it may be another save of step {announced.step}: "
         if self._is_last_on_node_0:
             # The last file of all is on node 0, and what is here shows nothing by itself.
             must = f"the clocks of the nodes must agree within {quiet_s:g} s, quiet_s"
             return other + must if later_s > quiet_s else ""
-        spread_s = SPREAD * quiet_s
-        must = f"the clocks of the nodes must agree, and a save end on all within {spread_s:g} s, 6 times quiet_s"
-        return other + must if abs(later_s) > spread_s else ""
+        if abs(later_s) > spread_s:
+            must = f"the clocks of the nodes must agree, and a save end on all within {spread_s:g} s, 6 times quiet_s"
+            return other + must
+        # Of another save, the other node has its files within this time, and node 0 announces it.
+        is_sure = self._context.now().timestamp() >= max(here_s, there_s) + spread_s
+        if abs(later_s) > quiet_s and not is_sure:
+            return f"{how}: it is adopted if node 0 announces no other save of step {announced.step} for {spread_s:g} s"
+        return ""
 
     # ── node 0 ──
 
