@@ -10,15 +10,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.framework_saves import save_dcp_on, save_deepspeed_on
+from tests.support.framework_saves import Writer, save_dcp_on, save_deepspeed_on, save_hf
 from tests.workers.test_announcements import RUN, SPREAD_S, Node, made, shift
-from tierd.config.sections import DrillConfig
+from tierd.config.sections import ColdPolicy, DrillConfig, LifecycleConfig, TierPolicy
 from tierd.errors import TierUnreachable
 from tierd.format.ids import checkpoint_id
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.store import StoredObject
 from tierd.tiers.tier import Tier
+from tierd.workers.adopter import Adopter
 from tierd.workers.announcements import LOOK_MAX_S
 from tierd.workers.drain import drain
 from tierd.workers.driller import Driller
+from tierd.workers.reaper import Reaper
 from tierd.workers.restorer import PART_AWAITED_S
 from tierd.workers.worker import Wake
 
@@ -205,6 +209,58 @@ async def test_a_step_is_saved_again_after_cold_has_deleted_the_first(tmp_path: 
         await nodes.look()
         await nodes.send()
         assert await nodes.committed() == [(10, 2, 2)]
+
+
+async def test_no_source_is_removed_while_only_parts_of_newer_ones_exist(tmp_path: Path) -> None:
+    policy = LifecycleConfig(hot=TierPolicy(keep_last=1), cold=ColdPolicy(keep_last=1, keep_every=0))
+    async with made(tmp_path, 2, preset="hf-trainer", lifecycle=policy) as nodes:
+        home, late = nodes.nodes
+        home.restart(source="remove")
+        for step in (10, 20, 30):
+            folders = [save_hf(out, step, Writer()) for out in nodes.outs]
+            shift(folders, step / 10)
+            nodes.ahead_s += step / 10
+            await nodes.look(home)
+            await nodes.send(home)
+            await Reaper(home.rooms.context).run_once()
+        await nodes.look(home)
+        assert list(home.parts) == [30]
+        assert len(list(home.out.iterdir())) == 3, "node 1 has sent nothing, so nothing is whole"
+        await nodes.look(late)
+        await nodes.send()
+        await home.rooms.list_tiers()
+        await nodes.look(home)
+        assert await nodes.committed() == [(30, 1, 3)]
+        assert [path.name for path in home.out.iterdir()] == ["checkpoint-30"]
+
+
+async def test_a_head_that_the_listing_did_not_show_is_not_contradicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with made(tmp_path, 2, preset="deepspeed") as nodes:
+        home, other = nodes.nodes
+        save_deepspeed_on(nodes.outs, 10)
+        with monkeypatch.context() as killed:
+            killed.setattr(Adopter, "adopt", fails)
+            await nodes.look(home)
+        home.restart()
+        shift(save_deepspeed_on(nodes.outs, 10), SPREAD_S + 30)
+        nodes.ahead_s += SPREAD_S + 30
+        list_real = DirectoryStore.list
+
+        async def stale(store: DirectoryStore, prefix: str = "", **keys: Any) -> list[StoredObject]:
+            return [each for each in await list_real(store, prefix, **keys) if not each.key.endswith("head.json")]
+
+        with monkeypatch.context() as late:
+            late.setattr(DirectoryStore, "list", stale)
+            await nodes.look(home)
+        assert home.parts[10][0] == 2
+        await nodes.look(other)
+        assert other.parts == home.parts
+
+
+async def fails(*_: object) -> None:
+    raise TierUnreachable("killed")
 
 
 async def lacks(node: Node) -> bool:

@@ -178,8 +178,10 @@ class Announcements:
         for name in known.keys() - written:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    key = layout.file_key(checkpoint, layout.HEAD)
-                    await self._context.cold[name].put_marker(key, announced.encode())
+                    key, tier = layout.file_key(checkpoint, layout.HEAD), self._context.cold[name]
+                    is_new = await tier.put_marker(key, announced.encode())
+                    if not is_new and await self._read(tier, checkpoint) != announced:
+                        return None  # which the listing did not show yet
                     written.append(name)
             except (TierdError, TimeoutError) as error:
                 errors.append(f"{name}: {str(error) or 'no answer'}")

@@ -5,6 +5,7 @@ Where several nodes adopt one checkpoint together, it is what this node has stor
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import datetime, timedelta
 
@@ -98,8 +99,9 @@ class StoredCheckpoints:
             return entry.part.ranks[0]
         return self._node if entry.manifest.world_size > 1 else None
 
-    def needed_steps(self) -> set[int] | None:
-        """The steps that a tier should still get, or has lost, or that are foreign; None while that is not known."""
+    def needed_steps(self, among: Collection[int]) -> set[int] | None:
+        """The steps that a tier should still get, or has lost, or that are foreign; None while that is not known. Where
+        several nodes adopt together also those `among` which no cold tier has a newer whole checkpoint."""
         context, catalog, config = self._context, self._context.catalog, self._context.config
         if catalog.unlisted() or self._run in {checkpoint.run for _, checkpoint in catalog.unreadable()}:
             return None
@@ -107,4 +109,7 @@ class StoredCheckpoints:
         gone = [each for tier in context.tiers for each in lost(catalog, config, tier)]
         gone += [each for _, key in catalog.foreign() if (each := parse_key(key)) is not None]
         steps |= {each.step for each in gone if each.run == self._run}
+        if self._node is not None:
+            whole = [each.step for tier in context.cold if (each := catalog.newest(self._run, tier)) is not None]
+            steps |= {step for step in among if step > max(whole, default=-1)}
         return set(steps)

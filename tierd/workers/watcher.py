@@ -341,7 +341,7 @@ class Watcher:
         Those that no tier keeps any more are deleted too. Those whose replica was lost or is foreign stay, and all of
         them while a replica cannot be read."""
         step_of = {name: seen.step for name, seen in self._seen.items() if seen.is_adopted and seen.is_done}
-        adopted, steps = sorted(step_of, key=step_of.__getitem__), self._stored.needed_steps()
+        adopted, steps = sorted(step_of, key=step_of.__getitem__), self._stored.needed_steps(step_of.values())
         if not adopted or self._holder or steps is None:
             return
         is_newest_held = any(entry.id.step == step_of[adopted[-1]] for entry in self._stored.entries())
