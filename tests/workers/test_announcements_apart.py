@@ -19,7 +19,7 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import StoredObject
 from tierd.tiers.tier import Tier
 from tierd.workers.adopter import Adopter
-from tierd.workers.announcements import LOOK_MAX_S
+from tierd.workers.announcements import LOOK_MAX_S, LOOKED_AT
 from tierd.workers.drain import drain
 from tierd.workers.driller import Driller
 from tierd.workers.reaper import Reaper
@@ -232,6 +232,19 @@ async def test_no_source_is_removed_while_only_parts_of_newer_ones_exist(tmp_pat
         await nodes.look(home)
         assert await nodes.committed() == [(30, 1, 3)]
         assert [path.name for path in home.out.iterdir()] == ["checkpoint-30"]
+
+
+async def test_leftovers_of_higher_steps_keep_no_new_step_from_being_looked_for(tmp_path: Path) -> None:
+    async with made(tmp_path, 2, preset="dcp") as nodes:
+        other = nodes.nodes[1]
+        (tmp_path / "lost").mkdir()
+        for step in range(1000, 1000 + LOOKED_AT):  # of a former job, and node 0 is another machine now
+            save_dcp_on([tmp_path / "lost", *nodes.outs[1:]], step)
+        save_dcp_on(nodes.outs, 10)
+        shift([other.out / f"step-{step}" for step in range(1000, 1000 + LOOKED_AT)], -1000)
+        await nodes.look()
+        await nodes.look()
+        assert list(other.parts) == [10]
 
 
 async def test_a_head_that_the_listing_did_not_show_is_not_contradicted(

@@ -34,7 +34,7 @@ log = logging.getLogger("tierd")
 
 SPREAD = 6  # times quiet_s: between the last writes of two nodes of one save
 LOOK_MIN_S, LOOK_MAX_S = 1.0, 60.0  # how often a node looks for the head of one step
-LOOKED_AT = 32  # steps, the newest that wait
+LOOKED_AT = 32  # steps, those that were written last
 GENERATIONS_TRIED = 8  # at once, for a new save of a step
 ABSENT, GONE = "absent", "gone"
 
@@ -65,7 +65,8 @@ class Announcements:
 
     async def head(self, step: int, tree: SourceTree, *, least: int, waiting: Collection[int]) -> Announced | str:
         """What this node's part of the step begins with, or why there is nothing yet. `least`: its generation is at
-        least so high, because the step was saved again. `waiting`: the steps that are complete here and not adopted.
+        least so high, because the step was saved again. `waiting`: the steps that are complete here and not adopted,
+        oldest first.
 
         Raises BadConfig where the nodes do not agree on their number, TierUnreachable where no cold tier answers, and
         as `adopted_id`."""
@@ -73,7 +74,7 @@ class Announcements:
             return await self._announce(step, tree, least)
         self._waits = {each: wait for each, wait in self._waits.items() if each in waiting}
         wait = self._waits.setdefault(step, _Wait())
-        if step in sorted(waiting)[-LOOKED_AT:] and self._context.monotonic_s() >= wait.due_s:
+        if step in list(waiting)[-LOOKED_AT:] and self._context.monotonic_s() >= wait.due_s:
             wait.count += 1
             wait.due_s = self._context.monotonic_s() + backoff_s(wait.count, min_s=LOOK_MIN_S, max_s=LOOK_MAX_S)
             answer = self._answer(await self._find(step, least), step, tree, least)
