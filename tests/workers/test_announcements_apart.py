@@ -234,6 +234,17 @@ async def test_no_source_is_removed_while_only_parts_of_newer_ones_exist(tmp_pat
         assert [path.name for path in home.out.iterdir()] == ["checkpoint-30"]
 
 
+async def test_an_empty_folder_delays_no_end_of_a_daemon(tmp_path: Path) -> None:
+    async with made(tmp_path, 2, preset="dcp") as nodes:
+        for node in nodes.nodes:
+            (node.out / "step-10").mkdir()
+            await node.watcher.run_once()
+            assert node.watcher.unfinished(0.0) == ["step-10"], "it may have just been made"
+            await nodes.look(node)
+            assert "there is no file in it yet" in node.waiting
+            assert node.watcher.unfinished(0.0) == []
+
+
 async def test_leftovers_of_higher_steps_keep_no_new_step_from_being_looked_for(tmp_path: Path) -> None:
     async with made(tmp_path, 2, preset="dcp") as nodes:
         other = nodes.nodes[1]

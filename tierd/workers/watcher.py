@@ -179,7 +179,7 @@ class Watcher:
             former=await self._stored.newest_files() if preset.alike and ready else (),
         )
         verdicts.waiting.update(unready)
-        verdicts.quiet.update(name for name in unready if self._seen[name].tree is not None)
+        verdicts.quiet.update(name for name in unready if now_s - self._seen[name].since_s < self._watch.quiet_s)
         self._verdicts, self._listed_s = verdicts, now_s
         # Without those that are being written again.
         self._complete_s = {name: self._complete_s.get(name, now_s) for name in verdicts.complete}
