@@ -177,3 +177,15 @@ def test_what_lacks_the_part_of_a_node_is_no_checkpoint_and_commands_say_which(h
     assert "this node  node 0 of 2" in status
     assert "nothing restorable" in status
     assert house.tierd("verify", "--deep").exit_code == 0
+
+
+@pytest.mark.parametrize("options", [("--step", "501"), ("--preset", "deepspeed")])
+def test_the_folder_of_one_node_is_not_adopted_into_their_run(
+    house: House, tmp_path: Path, options: tuple[str, str]
+) -> None:
+    folders = make_folders(tmp_path)
+    adopt_together(house.cold, folders)
+    result = house.tierd("adopt", folders[1].parent, "--run", "ds", *options)
+    assert result.exit_code == 2
+    assert "its checkpoints are of several nodes, such as ds/000000000500-g0001 of 2" in result.stderr
+    assert "choose another run name" in result.stderr

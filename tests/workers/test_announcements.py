@@ -131,17 +131,23 @@ class Nodes:
 
 @asynccontextmanager
 async def made(
-    root: Path, count: int, *, preset: str, keyring: Keyring | None = None, lifecycle: LifecycleConfig | None = None
+    root: Path,
+    count: int,
+    *,
+    preset: str,
+    keyring: Keyring | None = None,
+    lifecycle: LifecycleConfig | None = None,
+    cold: Sequence[str] = ("cold",),
 ) -> AsyncGenerator[Nodes]:
     nodes = Nodes()
-    cold = (ColdConfig(name="cold", url=f"file://{root / 'cold'}"),)
+    tiers = tuple(ColdConfig(name=name, url=f"file://{root / name}") for name in cold)
     async with AsyncExitStack() as stack:
         for number in range(count):
             clocks = {"monotonic_s": lambda: nodes.now_s, "now": nodes.now}
             daemon = DaemonConfig(node=f"host-{number}")
             policy = lifecycle or LifecycleConfig()
             opened = rooms_at(
-                root / f"{number}", keyring=keyring, clocks=clocks, cold=cold, daemon=daemon, lifecycle=policy
+                root / f"{number}", keyring=keyring, clocks=clocks, cold=tiers, daemon=daemon, lifecycle=policy
             )
             rooms = await stack.enter_async_context(opened)
             await rooms.list_tiers()

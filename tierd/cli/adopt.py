@@ -30,7 +30,7 @@ from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.watched import PRESETS, fitting
 from tierd.tiers.pool import ThreadPool
 from tierd.transfer import adoption
-from tierd.transfer.adoption import FolderAdoption, adopted_id, scan_settled
+from tierd.transfer.adoption import FolderAdoption, adopted_id, check_one_node, scan_settled
 from tierd.transfer.history_source import FolderHistory
 from tierd.transfer.source_tree import SourceTree
 
@@ -134,6 +134,7 @@ async def adopt(
             assert step is not None
             limit = tiers.catalog.claims.generation_limit(name, now().timestamp())
             checkpoint = adopted_id(tiers.catalog, name, step, generation, generation_max=limit)
+            check_one_node(tiers.catalog, name)
             tree = await scan_settled(source, pool, now)
             if held := _checkpoints_in(tree):
                 print_note(f"tierd: {source} as a whole becomes one checkpoint; {held}")

@@ -29,7 +29,7 @@ from tierd.format.ids import Run
 from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT, Action
 from tierd.lifecycle.watched import PRESETS, Listed, Preset, Verdicts, is_name, judge, misfit, nothing_fits, preset_of
-from tierd.transfer.adoption import adopted_id
+from tierd.transfer.adoption import adopted_id, check_one_node
 from tierd.transfer.atomic_output import clear_abandoned
 from tierd.transfer.history_source import HistorySource
 from tierd.transfer.source_tree import SourceTree
@@ -84,6 +84,7 @@ async def adopt_history(
     began_s = time.monotonic()
     limit = tiers.catalog.claims.generation_limit(run, now().timestamp())
     any_id = adopted_id(tiers.catalog, run, 0, generation, generation_max=limit)
+    check_one_node(tiers.catalog, run)
     report = History(run=run, path=source.name, preset=preset.name, generation=any_id.generation, is_dry_run=is_dry_run)
     trees, verdicts = await _judge(source, preset, report, is_settled=is_settled)
     report.left |= verdicts.waiting

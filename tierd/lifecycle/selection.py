@@ -28,8 +28,8 @@ AUTO = "auto"  # a query of any tier
 MEMORY = "memory"  # the tier of the snapshots that the daemon holds
 LISTED_MAX = 20  # names in a hint
 _PART_HINT = (
-    "a cold tier has it whole once every node has copied its part there; a start of the training reads the parts from "
-    "the nodes that have them; `tierd ls` shows older steps"
+    "a cold tier has it whole once every node has copied its part there; a start of a training with tierd's client "
+    "reads the parts from the nodes that have them; `tierd ls` shows older steps"
 )
 _OLDER_HINT = "to go back on purpose, name an older step (--step; in a trainer, resume=); "
 

@@ -188,6 +188,16 @@ def adopted_id(
     return next_id(catalog, run, step, generation, what=what, generation_max=generation_max, is_lenient=is_lenient)
 
 
+def check_one_node(catalog: Catalog, run: Run) -> None:
+    """Raises BadRequest where several nodes adopt into the run: one folder would count as a whole checkpoint of it."""
+    if part := next((entry for entry in catalog.entries(run) if entry.manifest.world_size > 1), None):
+        raise BadRequest(
+            f"adopt into {run}: its checkpoints are of several nodes, such as {part.id} of {part.manifest.world_size}, "
+            "and this would be one without the files of the others",
+            hint="choose another run name",
+        )
+
+
 def next_id(
     catalog: Catalog,
     run: Run,

@@ -23,6 +23,7 @@ from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.announced import Announced, decode_announced
 from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, check_run
+from tierd.format.manifest import Manifest
 from tierd.lifecycle.watched import Whole, preset_of
 from tierd.tiers.tier import Tier
 from tierd.transfer.adoption import adopted_id, created_at, new_head
@@ -33,7 +34,7 @@ log = logging.getLogger("tierd")
 
 SPREAD = 6  # times quiet_s: between the last writes of two nodes of one save
 LOOK_MIN_S, LOOK_MAX_S = 1.0, 60.0  # how often a node looks for the head of one step
-LOOKED_AT = 32  # steps, the newest that wait
+LOOKED_AT = 32  # steps, those that were written last
 GENERATIONS_TRIED = 8  # at once, for a new save of a step
 ABSENT, GONE = "absent", "gone"
 
@@ -55,12 +56,17 @@ class Announcements:
         self._context, self._watch, self._claim = context, watch, claim
         self._run = check_run(watch.run)
         self.node = watch.node
+        self._began_s = context.now().timestamp()
+        self._former: Manifest | None = None  # the newest before the first announcement, if of another number of nodes
+        self._is_former_known = False
+        self.apart_s = SPREAD * watch.quiet_s if watch.node else 0.0  # between the clock here and that of node 0
         self._is_last_on_node_0 = preset_of(watch).whole is Whole.ANNOUNCED
         self._waits: dict[int, _Wait] = {}  # by step
 
     async def head(self, step: int, tree: SourceTree, *, least: int, waiting: Collection[int]) -> Announced | str:
         """What this node's part of the step begins with, or why there is nothing yet. `least`: its generation is at
-        least so high, because the step was saved again. `waiting`: the steps that are complete here and not adopted.
+        least so high, because the step was saved again. `waiting`: the steps that are complete here and not adopted,
+        oldest first.
 
         Raises BadConfig where the nodes do not agree on their number, TierUnreachable where no cold tier answers, and
         as `adopted_id`."""
@@ -68,7 +74,7 @@ class Announcements:
             return await self._announce(step, tree, least)
         self._waits = {each: wait for each, wait in self._waits.items() if each in waiting}
         wait = self._waits.setdefault(step, _Wait())
-        if step in sorted(waiting)[-LOOKED_AT:] and self._context.monotonic_s() >= wait.due_s:
+        if step in list(waiting)[-LOOKED_AT:] and self._context.monotonic_s() >= wait.due_s:
             wait.count += 1
             wait.due_s = self._context.monotonic_s() + backoff_s(wait.count, min_s=LOOK_MIN_S, max_s=LOOK_MAX_S)
             answer = self._answer(await self._find(step, least), step, tree, least)
@@ -103,22 +109,28 @@ class Announcements:
     def _other_save(self, announced: Announced, tree: SourceTree) -> str:
         """Why the files here may be of another save of the step than those of node 0; empty if they are of the same."""
         assert announced.created is not None  # decode_announced refuses others
-        later_s = tree.modified_ns / 1e9 - announced.created.timestamp()
-        how = f"{abs(later_s):.0f} s {'later' if later_s > 0 else 'earlier'} than on node 0"
-        other = f"it was written {how}, so it may be another save of step {announced.step}: "
-        quiet_s = self._watch.quiet_s
+        here_s, there_s = tree.modified_ns / 1e9, announced.created.timestamp()
+        later_s, quiet_s, spread_s = here_s - there_s, self._watch.quiet_s, SPREAD * self._watch.quiet_s
+        how = f"it was written {abs(later_s):.0f} s {'later' if later_s > 0 else 'earlier'} than on node 0"
+        other = f"{how}, so it may be another save of step {announced.step}: "
         if self._is_last_on_node_0:
             # The last file of all is on node 0, and what is here shows nothing by itself.
             must = f"the clocks of the nodes must agree within {quiet_s:g} s, quiet_s"
             return other + must if later_s > quiet_s else ""
-        spread_s = SPREAD * quiet_s
-        must = f"the clocks of the nodes must agree, and a save end on all within {spread_s:g} s, 6 times quiet_s"
-        return other + must if abs(later_s) > spread_s else ""
+        if abs(later_s) > spread_s:
+            must = f"the clocks of the nodes must agree, and a save end on all within {spread_s:g} s, 6 times quiet_s"
+            return other + must
+        # Of another save, the other node has its files within this time, and node 0 announces it.
+        is_sure = self._context.now().timestamp() >= max(here_s, there_s) + spread_s
+        if abs(later_s) > quiet_s and not is_sure:
+            return f"{how}: it is adopted if node 0 announces no other save of step {announced.step} for {spread_s:g} s"
+        return ""
 
     # ── node 0 ──
 
     async def _announce(self, step: int, tree: SourceTree, least: int) -> Announced | str:
         context, run = self._context, self._run
+        self._check_number(tree)
         for _ in range(GENERATIONS_TRIED):
             standing = await self._claim.standing(least=least)
             if standing.holder:
@@ -132,6 +144,21 @@ class Announcements:
             f"announce step {step} of {run}: a cold tier has other saves of it up to generation {least - 1}",
             hint="nothing was overwritten; do two jobs write one run?",
         )
+
+    def _check_number(self, tree: SourceTree) -> None:
+        """Raises BadConfig where the save may be of another number of nodes: the parts of these nodes would count as
+        the whole of it."""
+        nodes = self._watch.nodes
+        if not self._is_former_known:
+            newest = next(iter(self._context.catalog.entries(self._run)), None)
+            self._former = newest.manifest if newest is not None and newest.manifest.world_size != nodes else None
+            self._is_former_known = True
+        if self._former is not None and tree.modified_ns / 1e9 < self._began_s:
+            raise BadConfig(
+                f"announce {tree.path}: it was written before this daemon began with {nodes} nodes, and "
+                f"{self._former.id} is of {self._former.world_size}, so {nodes} nodes may not have all of it",
+                hint="later saves are adopted; this one is not",
+            )
 
     async def _announced(self, checkpoint: CheckpointId, tree: SourceTree) -> Announced | None:
         """What the cold tiers say about the checkpoint. It is written where it is missing; one is enough. None if they
@@ -152,8 +179,10 @@ class Announcements:
         for name in known.keys() - written:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    key = layout.file_key(checkpoint, layout.HEAD)
-                    await self._context.cold[name].put_marker(key, announced.encode())
+                    key, tier = layout.file_key(checkpoint, layout.HEAD), self._context.cold[name]
+                    is_new = await tier.put_marker(key, announced.encode())
+                    if not is_new and await self._read(tier, checkpoint) != announced:
+                        return None  # which the listing did not show yet
                     written.append(name)
             except (TierdError, TimeoutError) as error:
                 errors.append(f"{name}: {str(error) or 'no answer'}")
@@ -192,20 +221,21 @@ class Announcements:
     # ── the other nodes ──
 
     async def _find(self, step: int, least: int) -> Announced | None:
-        """The head of the newest generation of the step, of the first cold tier that has one. Raises TierUnreachable
-        where none answers."""
+        """The head of the newest generation of the step in any cold tier: one that was down lacks the newest. Raises
+        TierUnreachable where none answers."""
+        found: list[Announced] = []
         errors: list[TierdError | TimeoutError] = []
         for tier in self._context.cold.values():
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     if (announced := await self._find_in(tier, step, least)) is not None:
-                        return announced
+                        found.append(announced)
             except (TierdError, TimeoutError) as error:
                 errors.append(error)
         if len(errors) == len(self._context.cold):
             why = "; ".join(str(error) or "no answer" for error in errors)
             raise TierUnreachable(f"find what node 0 says about step {step} of {self._run}: {why}")
-        return None
+        return max(found, key=lambda announced: announced.generation, default=None)
 
     async def _find_in(self, tier: Tier, step: int, least: int) -> Announced | None:
         listing = await tier.listing(layout.step_prefix(self._run, step))

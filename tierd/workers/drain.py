@@ -17,8 +17,10 @@ from tierd.context import DaemonContext
 from tierd.errors import Transient
 from tierd.format.ids import CheckpointId
 from tierd.format.layout import manifest_key
+from tierd.format.node_file import NodeFile
 from tierd.lifecycle.policy import HOT
 from tierd.memory.snapshot_set import SnapshotSet
+from tierd.workers.restorer import PART_AWAITED_S
 from tierd.workers.worker import Wake
 
 log = logging.getLogger("tierd")
@@ -99,8 +101,16 @@ def _is_awaited(context: DaemonContext, tier: str, checkpoint: CheckpointId) -> 
     if not context.catalog.is_part_sent(tier, checkpoint):
         return True
     # The parts of other nodes come when they come. The daemon of rank 0 commits the checkpoint then.
-    is_own = any(part.id == checkpoint for part in context.catalog.sent_parts(tier))
-    return is_own and context.is_home(checkpoint.run)
+    part = next((part for part in context.catalog.sent_parts(tier) if part.id == checkpoint), None)
+    return part is not None and context.is_home(checkpoint.run) and not _is_overtaken(context, tier, part)
+
+
+def _is_overtaken(context: DaemonContext, tier: str, part: NodeFile) -> bool:
+    """Whether the parts of the other nodes will probably never come, because a newer checkpoint is whole."""
+    newest = context.catalog.newest(part.id.run, tier)
+    if newest is None or newest.id.recency <= part.id.recency or part.created is None:
+        return False
+    return (context.now() - part.created).total_seconds() >= PART_AWAITED_S
 
 
 def _is_hopeless(context: DaemonContext) -> bool:

@@ -47,7 +47,9 @@ class Driller:
                 await asyncio.to_thread(clear, name, self._scratch)
             if self._now_s() < self._due_at_s[name] or not self._catalog.tiers[name].is_known:
                 continue
-            entries = [entry for entry in self._catalog.entries() if name in entry.tiers and entry.healthy is not False]
+            # One node's part restores nothing by itself.
+            whole = (entry for entry in self._catalog.entries() if not entry.is_part_in(name))
+            entries = [entry for entry in whole if name in entry.tiers and entry.healthy is not False]
             self._due_at_s[name] = self._now_s() + self._every_s
             if entries and not await self._drill(tier, random.choice(entries)):
                 self._due_at_s[name] = self._now_s() + SOON * self._every_s

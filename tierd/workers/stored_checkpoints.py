@@ -5,17 +5,19 @@ Where several nodes adopt one checkpoint together, it is what this node has stor
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from tierd.catalog.decisions import lost, waiting
 from tierd.catalog.entry import Entry
+from tierd.config.sections import WatchConfig
 from tierd.context import DaemonContext
 from tierd.errors import NotFound, TierdError, Transient
 from tierd.format.adopted import AdoptedTree, merged, nodes_of
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.ids import CheckpointId, check_run
 from tierd.format.layout import parse_key
-from tierd.transfer.adoption import is_same_tree, read_tree
+from tierd.transfer.adoption import created_at, is_same_tree, read_tree
 from tierd.transfer.source_tree import SourceTree
 
 TREES_MAX = 64  # that are kept in memory
@@ -23,17 +25,28 @@ CLOCKS_DIFFER = timedelta(hours=1)  # of the file server and this machine, at mo
 
 
 class StoredCheckpoints:
-    """`path`: the watched folder, for errors. `node`: of several; None: there is one."""
+    """Of a watched folder. `apart_s`: how much later than here the times of what is stored may be, where they are those
+    of node 0."""
 
-    def __init__(self, context: DaemonContext, run: Run, path: str, node: int | None = None) -> None:
-        self._context, self._run, self._path, self._node = context, run, path, node
+    def __init__(self, context: DaemonContext, watch: WatchConfig, *, apart_s: float = 0.0) -> None:
+        self._context, self._run, self._path = context, check_run(watch.run), watch.path
+        self._node = watch.node if watch.nodes > 1 else None
+        self._apart = timedelta(seconds=apart_s)
         self._trees: dict[CheckpointId, AdoptedTree] = {}
         self._newest = -1, ""  # as of how many changes of the catalog
 
     def entries(self) -> list[Entry]:
         return self._context.catalog.entries(self._run)
 
-    def newest_created_at(self) -> str:
+    def has_newer(self, tree: SourceTree) -> bool:
+        """Whether something was stored that was written later, for certain."""
+        newest = self._newest_created_at()
+        if newest and self._apart:
+            with suppress(ValueError, OverflowError):
+                newest = (datetime.fromisoformat(newest) - self._apart).isoformat(timespec="microseconds")
+        return created_at(tree) < newest
+
+    def _newest_created_at(self) -> str:
         """A time in the future is wrong, and would keep everything from being adopted, so it does not count."""
         changes, newest = self._newest
         if changes != self._context.catalog.changes:  # a run may have many checkpoints, and the folder too
@@ -71,9 +84,10 @@ class StoredCheckpoints:
         nodes = nodes_of(entry.manifest) if entry.is_whole and self._node is not None else []
         if len(nodes) < 2:
             return False
-        tier = next(
-            tier for name, tier in self._context.tiers.items() if name in entry.tiers and not entry.is_part_in(name)
-        )
+        whole_in = (name for name in entry.tiers if not entry.is_part_in(name))
+        if (name := next(whole_in, None)) is None:
+            return False  # only this node's part is left
+        tier = self._context.tiers[name]
         with suppress(TierdError):  # they may not fit together
             trees = {node: await read_tree(tier, entry.manifest, node) for node in nodes if node is not None}
             return is_same_tree(merged(trees, entry.manifest), entry.manifest, tree)
@@ -85,8 +99,9 @@ class StoredCheckpoints:
             return entry.part.ranks[0]
         return self._node if entry.manifest.world_size > 1 else None
 
-    def needed_steps(self) -> set[int] | None:
-        """The steps that a tier should still get, or has lost, or that are foreign; None while that is not known."""
+    def needed_steps(self, among: Collection[int]) -> set[int] | None:
+        """The steps that a tier should still get, or has lost, or that are foreign; None while that is not known. Where
+        several nodes adopt together also those `among` which no cold tier has a newer whole checkpoint."""
         context, catalog, config = self._context, self._context.catalog, self._context.config
         if catalog.unlisted() or self._run in {checkpoint.run for _, checkpoint in catalog.unreadable()}:
             return None
@@ -94,4 +109,7 @@ class StoredCheckpoints:
         gone = [each for tier in context.tiers for each in lost(catalog, config, tier)]
         gone += [each for _, key in catalog.foreign() if (each := parse_key(key)) is not None]
         steps |= {each.step for each in gone if each.run == self._run}
+        if self._node is not None:
+            whole = [each.step for tier in context.cold if (each := catalog.newest(self._run, tier)) is not None]
+            steps |= {step for step in among if step > max(whole, default=-1)}
         return set(steps)

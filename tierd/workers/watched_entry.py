@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tierd.backoff import backoff_s
+from tierd.config.sections import LimitsConfig
+from tierd.errors import Full, TierdError, Transient
 from tierd.lifecycle.watched import Listed
 from tierd.transfer.source_tree import SourceTree
 
@@ -14,7 +17,8 @@ class WatchedEntry:
     `since_s`: when the entry was first seen with this key. `is_late`: newer checkpoints had been adopted before it was
     seen. `listed`: its files, read once it was unchanged for long enough. `is_done`: it was adopted or left alone, as
     of `step`; `note` says why it was left alone. `was_named`: the preset's file beside the checkpoints has named it.
-    `tries`, `not_before_s`: how often its adoption failed, and when it is tried again."""
+    `tries`, `not_before_s`: how often its adoption failed, and when it is tried again. `is_refused`: it fails for a
+    reason that does not pass by itself."""
 
     key: int
     since_s: float
@@ -28,3 +32,9 @@ class WatchedEntry:
     note: str = ""
     tries: int = 0
     not_before_s: float = 0.0
+    is_refused: bool = False
+
+    def failed(self, error: TierdError, now_s: float, limits: LimitsConfig) -> None:
+        self.tries += 1
+        self.not_before_s = now_s + backoff_s(self.tries, min_s=limits.retry_min_s, max_s=limits.retry_max_s)
+        self.is_refused = not isinstance(error, (Transient, Full))

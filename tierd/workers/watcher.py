@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tierd.backoff import backoff_s
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.config.sections import WatchConfig
 from tierd.context import DaemonContext
@@ -24,7 +23,7 @@ from tierd.format.text import printable
 from tierd.lifecycle.watched import Listed, Verdicts, beside_name, is_name, judge, misfit, preset_of
 from tierd.status.folder_reports import WatchReport
 from tierd.tiers.pool import ThreadPool
-from tierd.transfer.adoption import THREADS, adopted_id, created_at, was_saved_again
+from tierd.transfer.adoption import THREADS, adopted_id, was_saved_again
 from tierd.transfer.atomic_output import clear_abandoned
 from tierd.transfer.source_removal import remove_leftovers, remove_source
 from tierd.transfer.source_tree import SourceTree
@@ -70,7 +69,7 @@ class Watcher:
         self._verdicts = Verdicts()
         self._changing: set[str] = set()  # in the last pass
         self._parts = Announcements(context, watch, self.claim) if watch.nodes > 1 else None
-        self._stored = StoredCheckpoints(context, self.run, watch.path, watch.node if self._parts else None)
+        self._stored = StoredCheckpoints(context, watch, apart_s=self._parts.apart_s if self._parts else 0.0)
         self._holder = ""
         self._adopted, self._newest = 0, -1
         self._order = ScanOrder()
@@ -107,7 +106,8 @@ class Watcher:
         if self._passed_s < since_s:
             self._on_change()
             return [str(self._path)]
-        return [] if self._holder else sorted({*self._complete_s, *self._verdicts.quiet, *self._changing})
+        complete = (name for name in self._complete_s if not self._seen[name].is_refused)
+        return [] if self._holder else sorted({*complete, *self._verdicts.quiet, *self._changing})
 
     async def close(self) -> None:
         await self._events.stop()
@@ -179,12 +179,10 @@ class Watcher:
             former=await self._stored.newest_files() if preset.alike and ready else (),
         )
         verdicts.waiting.update(unready)
-        verdicts.quiet.update(name for name in unready if self._seen[name].tree is not None)
+        verdicts.quiet.update(name for name in unready if now_s - self._seen[name].since_s < self._watch.quiet_s)
         self._verdicts, self._listed_s = verdicts, now_s
-        for name in verdicts.complete:
-            self._complete_s.setdefault(name, now_s)
-        for name in [name for name in self._complete_s if name not in verdicts.complete]:
-            del self._complete_s[name]  # it is being written again
+        # Without those that are being written again.
+        self._complete_s = {name: self._complete_s.get(name, now_s) for name in verdicts.complete}
 
     def _to_scan(self, names: list[str]) -> list[str]:
         """The names of checkpoints that may be new, and of adopted ones that may have been saved again."""
@@ -208,7 +206,7 @@ class Watcher:
         key, seen = tree_key(tree), self._seen.get(name)
         if seen is None or seen.key != key:
             was_adopted = seen is not None and seen.is_adopted
-            is_late = created_at(tree) < self._stored.newest_created_at() and not self._was_just_written(tree, now_s)
+            is_late = self._stored.has_newer(tree) and not self._was_just_written(tree, now_s)
             seen = self._seen[name] = WatchedEntry(key, now_s, tree, is_late, is_adopted=was_adopted)
         if seen.is_done:
             return ""
@@ -271,9 +269,7 @@ class Watcher:
                     self._gone(name)
                     continue
                 self._findings.problems[name] = error
-                seen.tries += 1
-                limits = self._context.config.limits
-                seen.not_before_s = now_s + backoff_s(seen.tries, min_s=limits.retry_min_s, max_s=limits.retry_max_s)
+                seen.failed(error, now_s, self._context.config.limits)
                 if isinstance(error, Full):
                     return  # a newer one must not be adopted before it
             if self._holder:
@@ -291,9 +287,10 @@ class Watcher:
             if stored.name != tree.name and all(entry.id.step <= step for entry in entries):
                 return self._done(name, seen, note=f"{name} is not adopted: {stored.name} of the same step was")
             if stored.name == tree.name and not was_saved_again(stored, tree, self._preset.marker):
+                also = f"; `tierd adopt --generation {former.id.generation + 1}` adopts this too"
                 raise TargetNotEmpty(
                     f"adopt {tree.path}: something in it was written after it was adopted as {former.id}",
-                    hint=f"that one is kept; `tierd adopt --generation {former.id.generation + 1}` adopts this too",
+                    hint="that one is kept" + ("" if self._parts else also),
                 )
             least = former.id.generation + 1
         if seen.is_late:
@@ -318,6 +315,8 @@ class Watcher:
         announced = await parts.head(step, seen.tree, least=least, waiting=steps)
         if isinstance(announced, str):
             self._verdicts.waiting[name] = announced
+            if self._stored.has_newer(seen.tree):  # it is probably of a save that was killed: nothing awaits it
+                self._complete_s.pop(name, None)
             return
         await self._adopter.adopt(seen.tree.path, seen.key, announced.id, Part(announced, parts.node))
         parts.forget(step)
@@ -342,7 +341,7 @@ class Watcher:
         Those that no tier keeps any more are deleted too. Those whose replica was lost or is foreign stay, and all of
         them while a replica cannot be read."""
         step_of = {name: seen.step for name, seen in self._seen.items() if seen.is_adopted and seen.is_done}
-        adopted, steps = sorted(step_of, key=step_of.__getitem__), self._stored.needed_steps()
+        adopted, steps = sorted(step_of, key=step_of.__getitem__), self._stored.needed_steps(step_of.values())
         if not adopted or self._holder or steps is None:
             return
         is_newest_held = any(entry.id.step == step_of[adopted[-1]] for entry in self._stored.entries())
