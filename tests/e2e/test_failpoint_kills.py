@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.test_nodes import OVER_NODES
 from tests.e2e.test_sidecars import FOLLOWING
 from tests.e2e.test_watch import WATCHING
+from tests.e2e.test_watch_nodes import ANNOUNCING
 from tests.support.bucket import Bucket
 from tests.support.kills import shards
 from tests.support.kills.audit import HOT, Audit, Folder, Policy
@@ -302,7 +303,7 @@ def test_each_failpoint_is_in_a_battery() -> None:
     groups: Sequence[Sequence[Kill]] = [*first_and_last(PERSISTING), *to_cold, REPAIRING, EXAMINING, FIRST]
     armed = [entry for group in groups for kill in group for entry in kill.armed.split()]
     killed = [entry.partition("=")[0] for entry in armed if "=kill@" in entry]
-    assert FAILPOINTS - set(killed) - set(OVER_NODES) - set(WATCHING) - set(FOLLOWING) == set()
+    assert FAILPOINTS - set(killed) - set(OVER_NODES) - {*WATCHING, *ANNOUNCING, *FOLLOWING} == set()
     assert len(killed) >= 120
 
 

@@ -15,6 +15,7 @@ from tests.support.nodes import node
 from tests.support.waiting import wait_until
 
 COUNT = 3
+ANNOUNCING = ("watch.announce", "watch.announced")  # failpoints
 
 
 class Cluster:
@@ -130,10 +131,7 @@ def test_the_folders_of_all_nodes_are_one_checkpoint_that_comes_back_on_empty_di
 @pytest.mark.parametrize(
     ("number", "failpoint"),
     [
-        *(
-            (0, name)
-            for name in ("watch.announce", "watch.announced", "adopt.commit", "cold.node_file", "cold.assemble")
-        ),
+        *((0, name) for name in (*ANNOUNCING, "adopt.commit", "cold.node_file", "cold.assemble")),
         *((2, name) for name in ("adopt.commit", "adopt.committed", "cold.node_file", "cold.part_sent")),
     ],
 )
