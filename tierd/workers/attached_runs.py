@@ -131,7 +131,8 @@ class AttachedRuns:
                     self._lose(record)
 
     def _lose(self, record: _Record) -> None:
-        ranks = f"ranks {printable(record.ranks, TEXT_CHARS_MAX)}" if record.ranks else "they"
+        noun = "rank" if record.ranks.isdigit() else "ranks"
+        ranks = f"{noun} {printable(record.ranks, TEXT_CHARS_MAX)}" if record.ranks else "they"
         why = "killed, stopped by SIGSTOP, or ended while no daemon ran"
         reason = f"{ranks} did not attach again after a restart of the daemon: {why}"
         lost = msgspec.structs.replace(record, state="lost", reason=reason, since=self._context.timestamp())
