@@ -52,6 +52,7 @@ WITHOUT: dict[tuple[str, str], str] = {
     ("tierd/health/examiner.py", "Examiner._tell_trainers"): "the next daemon examines it and says it again",
     ("tierd/context.py", "DaemonContext.persisted"): "only makes the message: persist.answer, trainer.answer",
     ("tierd/keys/key_file.py", "make_key_file"): "a command: an incomplete key file is refused",
+    ("tierd/workers/attached_runs.py", "_replace"): "decides nothing about checkpoints",
     ("tierd/audit.py", "*"): "says what happened and decides nothing: a torn line is cut off by the next append",
     ("tierd/cli/demo.py", "*"): "a command: its folder is its own",
     ("tierd/cli/demo_nodes.py", "*"): "the same",

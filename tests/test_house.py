@@ -55,6 +55,7 @@ DOORS = {
             "tierd/tiers/tree.py": "new folders and deletions",
             "tierd/keys/key_file.py": "a new key file",
             "tierd/audit.py": "events of the audit trail",
+            "tierd/workers/attached_runs.py": "the record of runs with trainers",
             "tierd/transfer/atomic_output.py": "a restored directory appears by one rename",
             "tierd/transfer/partial_file.py": "what is fetched over several lives",
             "tierd/transfer/adopted_output.py": "the folder of another program",
@@ -93,6 +94,7 @@ DOORS = {
         files={
             "tierd/keys/key_file.py": "a new key file",
             "tierd/audit.py": "appends to the audit trail, and rotates it",
+            "tierd/workers/attached_runs.py": "the record of runs with trainers",
             "tierd/tiers/new_file.py": "a put",
             "tierd/tiers/tree.py": "folders and deletions",
             "tierd/tiers/directory.py": "removes what killed puts left",

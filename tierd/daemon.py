@@ -60,6 +60,7 @@ from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.tier import Tier
 from tierd.tiers.watch import watch
 from tierd.traces import make_traces
+from tierd.workers.attached_runs import AttachedRuns
 from tierd.workers.committer import Committer
 from tierd.workers.copy_scrubber import CopyScrubber
 from tierd.workers.drain import drain, drain_error
@@ -179,7 +180,8 @@ class _Daemon:
         """By the name as in `_wakes`: the kind, then the tier where there is one per tier."""
         context, config, reaper = self._context, self._config, self._reaper
         workers: dict[str, Worker] = {"persist": Persister(context, reaper.make_room), "reap": reaper}
-        workers |= {"expire": RunExpirer(context), "audit": context.audit}
+        workers |= {"expire": RunExpirer(context), "audit": context.audit, "runs": AttachedRuns(context)}
+        context.memory.outcomes.on_change = self._wakes["runs"].set
         if self._copier is not None:
             workers["copy"] = self._copier
         if config.cold:

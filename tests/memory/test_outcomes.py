@@ -23,6 +23,22 @@ def test_a_run_that_no_rank_has_entered_has_no_state() -> None:
     assert outcomes.state(RUN) is None
 
 
+def test_what_a_former_daemon_left_counts_until_a_rank_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = RunOutcomes()
+    assert outcomes.restore(RUN, FIRST, "lost", "gone", ended_s=3.0)
+    assert (outcomes.state(RUN), outcomes.ended_s(RUN)) == (("lost", "gone"), 3.0)
+    assert not outcomes.is_in_good_order(RUN, 1)
+    outcomes.rank_entered(RUN, FIRST, Rank(0))
+    assert outcomes.state(RUN) == ("running", "")
+    assert outcomes.restored() == []
+    outcomes.rank_exited(RUN, Rank(0), "finished", "")
+    outcomes.rank_disconnected(RUN, Rank(0))
+    assert outcomes.state(RUN) == ("finished", "")
+    assert not outcomes.restore(RUN, FIRST, "lost", "gone", ended_s=3.0), "its ranks have said more since"
+    monkeypatch.setattr(module, "RUNS_MAX", 1)
+    assert not outcomes.restore(Run("other"), FIRST, "lost", "gone", ended_s=3.0), "bounded"
+
+
 @given(st.lists(st.sampled_from([*OUTCOMES, None]), min_size=1, max_size=5))
 def test_the_state_is_the_most_severe_outcome_after_all_ranks_have_disconnected(of_ranks: list[str | None]) -> None:
     outcomes = RunOutcomes()

@@ -13,7 +13,7 @@ from tierd.catalog.decisions import halted
 from tierd.context import DaemonContext
 from tierd.format.ids import Run
 from tierd.lifecycle.selection import MEMORY
-from tierd.memory.outcomes import ENDED_RECENT_S
+from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
 from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX
 from tierd.status.node_reports import age_s
 from tierd.status.report import RunReport, StatusReport
@@ -91,7 +91,7 @@ def refresh_gauges(context: DaemonContext, status: StatusReport, peer_lag_s: Cal
 
 
 def _runs_with_series(reports: Sequence[RunReport], in_memory: Set[str]) -> set[str]:
-    """The runs with trainers or slots, then those with the newest checkpoint; at most RUNS_MAX."""
+    """The runs with trainers, slots or a bad end, then those with the newest checkpoint; at most RUNS_MAX."""
 
     def age(report: RunReport) -> tuple[bool, float]:
         parts = report.nodes.parts if report.nodes is not UNSET else {}
@@ -99,6 +99,7 @@ def _runs_with_series(reports: Sequence[RunReport], in_memory: Set[str]) -> set[
         return report.run not in in_memory, min((each for each in ages_s if each is not None), default=math.inf)
 
     def is_live(report: RunReport) -> bool:
-        return report.run in in_memory or report.nodes is not UNSET or any(report.tiers.values())
+        has_checkpoints = report.nodes is not UNSET or any(report.tiers.values())
+        return report.run in in_memory or report.state in ENDED_BADLY or has_checkpoints
 
     return {report.run for report in sorted(filter(is_live, reports), key=age)[:RUNS_MAX]}

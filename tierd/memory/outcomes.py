@@ -1,10 +1,12 @@
-"""The outcome of each run: how its ranks exited. Kept in the daemon's memory only.
+"""The outcome of each run: how its ranks exited. Kept in the daemon's memory.
 
-The outcome of a run is the most severe outcome of its ranks: if one rank failed, the run failed.
+The outcome of a run is the most severe outcome of its ranks: if one rank failed, the run failed. What a former daemon
+has left of it is read by workers/attached_runs.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tierd.errors import BadRequest
@@ -12,6 +14,7 @@ from tierd.format.ids import Generation, Rank, Run
 from tierd.format.wire import OUTCOMES
 
 RUNS_MAX = 1024
+RUNNING = "running"  # the state of a run while a rank is connected
 ENDED_BADLY = ("lost", "failed", "halted")  # outcomes after which a person is expected to do something
 ENDED_RECENT_S = 24 * 3600.0  # an outcome is an alarm for so long: then the run is taken for abandoned
 LOST = OUTCOMES.index("lost")
@@ -21,28 +24,34 @@ REASON_CHARS_MAX = 1000
 
 @dataclass(slots=True)
 class _Ranks:
-    """`outcomes`: (index in OUTCOMES, reason) of each rank that has exited."""
+    """`outcomes`: (index in OUTCOMES, reason) of each rank that has exited. `former`: the same of the run, as a former
+    daemon has left it; no rank has connected to this one."""
 
     generation: Generation
+    former: tuple[int, str] | None = None
     present: set[Rank] = field(default_factory=set)
     outcomes: dict[Rank, tuple[int, str]] = field(default_factory=dict)
     ended_s: float = 0.0  # monotonic time when a rank last disconnected
 
 
 class RunOutcomes:
+    """`on_change`: called after a rank has entered or disconnected."""
+
     def __init__(self) -> None:
         self._runs: dict[Run, _Ranks] = {}
+        self.on_change: Callable[[], object] = lambda: None
 
     def rank_entered(self, run: Run, generation: Generation, rank: Rank) -> None:
         """The rank is connected (again): an earlier outcome of it is discarded."""
         ranks = self._runs.pop(run, None)
-        if ranks is None or ranks.generation != generation:
+        if ranks is None or ranks.generation != generation or ranks.former is not None:
             ranks = _Ranks(generation)
         self._runs[run] = ranks  # moves the run to the end: the first one is the least recently used
         ranks.present.add(rank)
         ranks.outcomes.pop(rank, None)
         while len(self._runs) > RUNS_MAX:
             del self._runs[next(iter(self._runs))]
+        self.on_change()
 
     def rank_exited(self, run: Run, rank: Rank, outcome: str, reason: str) -> None:
         """The rank has sent Goodbye with this outcome. Raises BadRequest for an unknown outcome."""
@@ -58,6 +67,25 @@ class RunOutcomes:
             ranks.present.discard(rank)
             ranks.ended_s = now_s
             ranks.outcomes.setdefault(rank, (LOST, "it ended without a message: killed or crashed"))
+            self.on_change()
+
+    def restore(self, run: Run, generation: Generation, outcome: str, reason: str, *, ended_s: float) -> bool:
+        """A former daemon had its ranks. Returns whether it is taken over: not if a rank has connected since."""
+        if run in self._runs or len(self._runs) >= RUNS_MAX:
+            return False
+        self._runs[run] = _Ranks(generation, former=(OUTCOMES.index(outcome), reason), ended_s=ended_s)
+        return True
+
+    def restored(self) -> list[tuple[Run, Generation]]:
+        """The runs of which only a former daemon had ranks."""
+        return [(run, ranks.generation) for run, ranks in self._runs.items() if ranks.former is not None]
+
+    def forget(self, run: Run) -> None:
+        self._runs.pop(run, None)
+
+    def all_ranks(self) -> list[tuple[Run, Generation, list[Rank]]]:
+        """Of each run the ranks that are connected, or else those that were. None of a run that was restored."""
+        return [(run, ranks.generation, sorted(ranks.present or ranks.outcomes)) for run, ranks in self._runs.items()]
 
     def is_in_good_order(self, run: Run, world_size: int) -> bool:
         """Whether every rank of the run's newest generation has left with a Goodbye, and none of them failed."""
@@ -73,11 +101,11 @@ class RunOutcomes:
 
     def state(self, run: Run) -> tuple[str, str] | None:
         """(state, reason): `running` while a rank is connected, then the outcome. None: no rank has connected since
-        the daemon started."""
+        the daemon started, and nothing is known of an earlier one."""
         ranks = self._runs.get(run)
         if ranks is None:
             return None
         if ranks.present:
-            return "running", ""
-        severity, reason = max(ranks.outcomes.values())
+            return RUNNING, ""
+        severity, reason = ranks.former or max(ranks.outcomes.values())
         return OUTCOMES[severity], reason

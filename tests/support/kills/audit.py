@@ -25,7 +25,9 @@ HOT, COLD = "hot", "cold"
 _KEY = re.compile(r"([^/]+/\d{12}-g\d{4,8})/([^/]+)")
 _FILE = re.compile(r"rank-\d{5}-of-\d{5}\.safetensors|manifest\.json|milestone-[A-Za-z0-9._-]+\.json|healthy\.json")
 _CLAIM = re.compile(r"[^/]+/generation-\d{4,8}\.json")
-_IDENTITY = re.compile(r"\.tierd-tier-[0-9a-f-]{36}\.json|\.tierd-known/[a-z]+\.json|\.tierd-audit/\d{12}\.jsonl")
+_IDENTITY = re.compile(
+    r"\.tierd-tier-[0-9a-f-]{36}\.json|\.tierd-known/[a-z]+\.json|\.tierd-audit/\d{12}\.jsonl|\.tierd-runs\.(?:json|new)"
+)
 
 
 class Place(Protocol):
