@@ -232,7 +232,8 @@ class _Daemon:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 watchdog = LoopWatchdog(self._metrics, context.incidents, self._systemd)
-                loops = self._keep_lock(hot_lock, stop), self._reload_on_sighup(), watchdog.run()
+                rates = self._operator.write_rates
+                loops = self._keep_lock(hot_lock, stop), self._reload_on_sighup(), watchdog.run(), rates.run()
                 tasks = [*map(group.create_task, (self._door.serve(listener), *loops)), *self.start_workers(group)]
                 async with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
                     self._operator.is_ready = True

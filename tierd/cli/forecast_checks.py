@@ -10,14 +10,13 @@ from pathlib import Path
 
 from tierd.config.sections import ColdConfig, Config
 from tierd.format.text import duration, size
-from tierd.lifecycle.forecast import GIB, MONTH_S, Forecast
+from tierd.lifecycle.forecast import FULL_SOON_S, GIB, MONTH_S, Forecast
 from tierd.lifecycle.needs import needs
 from tierd.lifecycle.policy import HOT
 from tierd.status.report import StatusReport
 from tierd.tiers.probe import Advice, write_rate
 
 ROOM_CHECKPOINTS = 2  # in hot: one is being written, one is being deleted
-FULL_SOON_S = 6 * MONTH_S
 MEASURED_BYTES = 64 << 20  # less takes mostly latency, and shows no rate
 ROOM_TO_MEASURE = 8  # times MEASURED_BYTES: a disk with less free space is not filled further
 _GPU = Path("/dev/nvidiactl")

@@ -16,7 +16,7 @@ from statistics import median
 import msgspec
 
 from tierd.config.sections import LifecycleConfig, TierPolicy
-from tierd.format.ids import CheckpointId, Step
+from tierd.format.ids import CheckpointId, Run, Step
 from tierd.lifecycle.policy import HOT, CheckpointView, by_run, kept, kept_forever
 
 GIB = 1 << 30
@@ -92,13 +92,21 @@ def rules_by_tier(
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that goes on, in one tier. `views`: all its checkpoints, oldest first; `sizes`: bytes of those that the
+    """One run in one tier. `views`: all its checkpoints, oldest first; `sizes`: bytes of those that the
     tier holds, and of the newest; `rules`: what the tier keeps."""
 
     tier: str
     views: Sequence[CheckpointView]
     sizes: Mapping[CheckpointId, int]
     rules: Sequence[TierPolicy]
+
+    @property
+    def run(self) -> Run:
+        return self.views[-1].id.run
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.sizes[self.views[-1].id]
 
 
 def full_in_s(runs: Sequence[Held], free_bytes: float) -> float | None:
@@ -135,7 +143,7 @@ def _grown_bytes(run: Held, pace: Pace, after_s: float, *, forever_per_s: float)
     held |= {view.id for view in there if any(kept_forever(view, rule) for rule in run.rules)}
     grown_bytes = -sum(run.sizes[view.id] for view in there if view.id not in held)
     count = sum(view.id in held for view in coming) + forever_per_s * after_s
-    return grown_bytes + count * run.sizes[run.views[-1].id]
+    return grown_bytes + count * run.checkpoint_bytes
 
 
 def _coming(
