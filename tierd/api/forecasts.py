@@ -19,7 +19,7 @@ from tierd.lifecycle.forecast import Held, full_in_s, goes_on, pace_of
 from tierd.lifecycle.policy import HOT
 from tierd.status.report import DiskForecast
 
-FORECAST_S = 30.0
+FORECAST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

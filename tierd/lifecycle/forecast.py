@@ -153,7 +153,8 @@ def _coming(
     newest = views[-1]
     newest_at = max(view.created_at for view in views if view.created_at is not None)
     last = min(max(rule.keep_last for rule in rules), SIMULATED_MAX)
-    hourly = range(count, 0, -max(1, int(3600 / pace.interval_s)))[:SIMULATED_MAX]
+    is_by_time = any(getattr(rule, key) for rule in rules for key in _PERIODS_S)
+    hourly = range(count if is_by_time else 0, 0, -max(1, int(3600 / pace.interval_s)))[:SIMULATED_MAX]
     coming: list[CheckpointView] = []
     for ahead in sorted({*range(count, max(0, count - max(last, 1)), -1), *hourly}):
         created_at = newest_at + timedelta(seconds=ahead * pace.interval_s)
@@ -246,7 +247,7 @@ def _simulated(newest: CheckpointView, sequence: int, step: int, created_at: dat
 def _growth_count(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: Pace) -> float:
     """How many of a month's checkpoints are kept forever."""
     newest = views[-1]
-    count_max = SIMULATED_MAX // 2
+    count_max = SIMULATED_MAX // 2 if any(rule.keep_every or rule.keep_every_steps for rule in rules) else 1
     future = (
         _simulated(newest, newest.sequence + count, newest.id.step + count * pace.steps, None)
         for count in range(1, count_max + 1)
