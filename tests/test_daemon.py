@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -54,13 +55,27 @@ def snapshot(daemon: Daemon, run: str, *steps: int, content: bytes = b"state") -
 # ── start ──
 
 
+def warnings_in(log: str) -> list[str]:
+    """Without what the checks at the start say of this machine."""
+    return [line for line in log.splitlines() if "WARNING" in line and "WARNING doctor, " not in line]
+
+
 def test_start_and_stop_log_no_warning(tmp_path: Path) -> None:
     with serving(tmp_path) as daemon:
         assert daemon.request("/readyz")[0] == 200
         assert stat.S_IMODE(Path(daemon.socket).stat().st_mode) & 0o077 == 0
         assert daemon.stop() == 0
         assert not Path(daemon.socket).exists()
-        assert "WARNING" not in daemon.log
+        assert not warnings_in(daemon.log)
+
+
+def test_start_logs_what_the_doctor_finds_on_this_machine(tmp_path: Path) -> None:
+    with serving(tmp_path) as daemon:
+        daemon.wait_log("WARNING doctor, config: there is no cold tier")
+        found = {one["message"] for one in json.loads(daemon.tierd("doctor", "--json").stdout)}
+        logged = [line.partition("WARNING doctor, ")[2] for line in daemon.log.splitlines()]
+        logged = [line.partition(": ")[2].partition(" (hint: ")[0] for line in logged if line]
+        assert set(logged) <= found, "in the doctor's words"
 
 
 def test_start_logs_the_config_file_the_variables_that_override_it_and_the_tiers(tmp_path: Path) -> None:
@@ -185,7 +200,7 @@ def test_sigterm_closes_connections_quickly_without_a_warning(tmp_path: Path) ->
         assert daemon.stop() == 0
         assert time.monotonic() - began_s < 10.0, "there is nothing to drain"
         assert "Traceback" not in daemon.log
-        assert "WARNING" not in daemon.log
+        assert not warnings_in(daemon.log)
         assert all(peer.is_dropped() for peer in peers)
         for peer in (*peers, silent):
             peer.close()

@@ -1,11 +1,10 @@
 """Opens the cold tier that a [[cold]] section of the config describes: a directory or a bucket.
 
-Also names the directories of tiers that other users can reach, for the log at the start and for `tierd doctor`.
+Also names the directories of tiers that other users can reach, for `tierd doctor` and the log at the start.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.probe import Advice, probe_exposure
 from tierd.tiers.tier import Tier
 
-log = logging.getLogger("tierd")
-
 
 def exposed(config: Config) -> Iterator[Advice]:
     """The directories of tiers that other users can reach."""
@@ -28,11 +25,6 @@ def exposed(config: Config) -> Iterator[Advice]:
     places |= {cold.name: Path(cold.url[len("file://") :]) for cold in config.cold if cold.url.startswith("file://")}
     for name, path in places.items():
         yield from probe_exposure(name, path, config.access)
-
-
-def log_exposed(config: Config) -> None:
-    for advice in exposed(config):
-        log.warning("%s (hint: %s)", advice.message, advice.hint)
 
 
 def open_cold_tier(

@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import signal
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping
@@ -32,7 +31,7 @@ from tierd.audit import AuditTrail, TrailFiles
 from tierd.cadences import Cadences
 from tierd.catalog.catalog import Catalog
 from tierd.catalog.identity import Identities
-from tierd.cold_tier import log_exposed, open_cold_tier
+from tierd.cold_tier import open_cold_tier
 from tierd.config.file import check_user
 from tierd.config.reload import reloaded
 from tierd.config.sections import ColdConfig, Config
@@ -46,6 +45,7 @@ from tierd.format.ids import Run, check_run
 from tierd.health.examiner import Examiner
 from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
+from tierd.local_checks import start_checks
 from tierd.loop_watchdog import LoopWatchdog
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.tier import MemoryTier
@@ -99,8 +99,6 @@ def serve(config: Config, *, source: str, systemd: Systemd, read_config: Callabl
     log.info("config: %s; hot tier: %s; cold tiers: %s", source, config.hot.path, cold or "none")
     about = {"node": config.daemon.node, "socket": config.daemon.socket}
     check_user(config)
-    # In a thread, because a directory without its server answers never.
-    threading.Thread(target=log_exposed, args=(config,), name="tierd-exposed", daemon=True).start()
     with Lock(config.hot_path, about, access=config.access) as hot_lock:
         raise_descriptor_limit()
         lower_priority(config.daemon.nice)
@@ -234,12 +232,16 @@ class _Daemon:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 watchdog = LoopWatchdog(self._metrics, context.incidents, self._systemd)
-                loops = self._keep_lock(hot_lock, stop), self._reload_on_sighup(), watchdog.run()
+                rates = self._operator.write_rates
+                loops = self._keep_lock(hot_lock, stop), self._reload_on_sighup(), watchdog.run(), rates.run()
                 tasks = [*map(group.create_task, (self._door.serve(listener), *loops)), *self.start_workers(group)]
                 async with watch(self._config.hot_path, lambda: self._wakes[f"list {HOT}"].set()):
                     self._operator.is_ready = True
                     log.info("tierd %s serves %s, %s", tierd.__version__, self._config.daemon.socket, http.url)
                     self._systemd.notify("READY=1")
+                    start_checks(
+                        self._config, context.catalog.manifests_in(HOT), context.catalog.views(), context.now()
+                    )
                     await stop.wait()
                     self._systemd.notify("STOPPING=1")
                     if self._lock_error is None:

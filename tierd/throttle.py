@@ -95,6 +95,10 @@ class WriteThrottle:
         """Bytes per second that may be written to the tier now; infinite without a limit."""
         return self._limits[tier]
 
+    def written_bytes(self) -> dict[str, int]:
+        """By tier, since the daemon's start; also of what is being written."""
+        return {tier: traffic.written_bytes for tier, traffic in self._traffic.items()}
+
     # ── from workers ──
 
     @contextmanager
@@ -136,7 +140,7 @@ class WriteThrottle:
     def report_step(self, run: Run, step_s: float) -> None:
         """The run's last steps took `step_s` seconds each."""
         now_s = self._now_s()
-        written = {tier: traffic.written_bytes for tier, traffic in self._traffic.items()}
+        written = self.written_bytes()
         trainer = self._trainers.get(run)
         if trainer is None:  # what was written during these first steps is not known
             self._trainers[run] = _Trainer(now_s, written)

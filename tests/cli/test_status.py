@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.cli import make_house
 from tests.support.daemon import Daemon
+from tests.support.trainer import Trainer
 from tests.support.waiting import DEADLINE_S
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli.options import Settings
@@ -162,3 +163,18 @@ def test_an_answer_of_one_byte_at_a_time_is_given_up(tmp_path: Path, monkeypatch
         thread.join()
     assert is_dripping
     assert (checked.exit_code, "no whole answer within 1 s" in checked.stdout) == (2, True), checked.stdout
+
+
+def test_a_run_that_has_just_begun_has_a_rate_and_no_forecast_yet(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon, Trainer() as trainer:
+        trainer.connect(daemon.socket)
+        trainer.train(1)
+        trainer.snapshot()
+        trainer.wait_replicated()
+        hot, cold = daemon.status()["tiers"]
+        text = daemon.tierd("status").stdout
+    assert hot["disk"]["verdict"] == "unknown"
+    assert cold["disk"] is None, "it is on hot's disk"
+    assert min(hot["write_bytes_per_s"], cold["write_bytes_per_s"]) > 0
+    assert "hot: full at an unknown time" in text
+    assert "written in the last minute: " in text

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import checkpoint_id
-from tierd.lifecycle.forecast import GIB, Forecast, forecast
+from tierd.lifecycle.forecast import GIB, Forecast, Held, forecast, full_in_s, goes_on
 from tierd.lifecycle.policy import HOT, CheckpointView, kept
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -163,3 +165,54 @@ def test_forecast_of_very_large_rules_is_fast() -> None:
 
 def test_forecast_of_no_checkpoints_is_empty() -> None:
     assert forecast([], {}, LifecycleConfig(), cold={COLD: 1.0}, own={}) == []
+
+
+def held(views: list[CheckpointView], *rules: TierPolicy, tier: str = HOT) -> Held:
+    return Held(tier=tier, views=views, sizes=dict.fromkeys((one.id for one in views), GIB), rules=rules)
+
+
+def test_a_disk_is_full_when_the_last_ones_that_are_kept_do_not_fit() -> None:
+    views = made(3, timedelta(minutes=10))
+    rules = TierPolicy(keep_last=10)
+    assert full_in_s([held(views, rules)], 7 * GIB) == math.inf, "three are there, so seven more"
+    found = full_in_s([held(views, rules)], 4.5 * GIB)
+    assert found == pytest.approx(5 * 600, abs=60)
+    assert full_in_s([held(views, rules)], -1.0) == 0.0
+    both = [held(views, rules), held(views, rules, tier=COLD)]
+    assert full_in_s(both, 9.5 * GIB) == pytest.approx(5 * 600, abs=60), "one disk has both"
+
+
+@pytest.mark.parametrize("policy", FORGETTING.values(), ids=FORGETTING)
+def test_a_disk_is_full_as_early_as_in_a_simulated_training(policy: TierPolicy) -> None:
+    interval, past, free = timedelta(minutes=40), 20, 8.5
+    views = made(past, interval)
+    there = kept(views, policy)
+    views = [view if view.id in there else replace(view, tiers=frozenset()) for view in views]
+    found = full_in_s([held(views, policy)], free * GIB)
+    more = [replace(view, metrics={}) for view in made(600, interval, first=past + 1)]
+    grown = (number for number in range(1, 600) if len(kept([*views, *more[:number]], policy)) - len(there) > free)
+    number = next(grown, None)
+    expected_s = math.inf if number is None else number * interval.total_seconds()
+    assert found == pytest.approx(expected_s, rel=0.1)
+
+
+def test_what_is_kept_forever_fills_a_disk_later() -> None:
+    rules = TierPolicy(keep_last=3, keep_every=10, milestones=False)
+    views = made(40, timedelta(hours=1))
+    there = kept(views, rules)
+    views = [view if view.id in there else replace(view, tiers=frozenset()) for view in views]
+    assert full_in_s([held(views, rules)], 20 * GIB) == pytest.approx(200 * 3600, rel=0.06)
+    assert full_in_s([held(views, rules)], 1000 * GIB) == math.inf
+
+
+def test_without_a_pace_it_is_unknown_when_a_disk_will_be_full() -> None:
+    assert full_in_s([held(made(1, timedelta(hours=1)), TierPolicy(keep_last=3))], 1.0) is None
+    assert full_in_s([], 1.0) == math.inf
+
+
+def test_a_run_goes_on_until_its_next_checkpoint_is_long_overdue() -> None:
+    views = made(5, timedelta(hours=1))
+    newest_at = BEGAN + timedelta(hours=5)
+    assert goes_on(views, newest_at + timedelta(hours=2))
+    assert not goes_on(views, newest_at + timedelta(hours=4))
+    assert not goes_on(views[:1], newest_at)

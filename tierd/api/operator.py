@@ -17,8 +17,10 @@ from aiohttp import web
 from msgspec import UNSET
 
 import tierd
+from tierd.api.forecasts import Forecasts
 from tierd.api.gauges import refresh_gauges
 from tierd.api.queue_reports import queue_reports
+from tierd.api.write_rates import WriteRates
 from tierd.catalog.decisions import halted, to_reap
 from tierd.catalog.entry import Entry
 from tierd.context import DaemonContext
@@ -87,6 +89,8 @@ class Operator:
         self._rosters = RosterReader(context, peer_lag_s)
         self._listers = listers
         self._watchers = watchers
+        self.write_rates = WriteRates(context.throttle.written_bytes, context.monotonic_s)
+        self._forecasts = Forecasts(context)
         self.sidecars: SidecarFollower | None = None
         self.processes: Callable[[Run], list[HolderReport]] = lambda run: []
         self._catalog = context.catalog
@@ -122,6 +126,8 @@ class Operator:
             on_disk_of(tiers[HOT], self._context.cold.values()),
         )
         left = to_reap(self._catalog, self._context.config)
+        forecasts = await self._forecasts.read(dict(zip(tiers, free, strict=True)), on_hot_disk)
+        rates = self.write_rates.rates()
         return StatusReport(
             version=tierd.__version__,
             node=self._context.config.daemon.node,
@@ -147,10 +153,12 @@ class Operator:
                     listed_age_s=self._listed_age_s(name),
                     to_reap=left.get(name),
                     is_on_hot_disk=name in on_hot_disk,
+                    write_bytes_per_s=rates.get(name),
+                    disk=forecasts.disk(name, self._now()),
                 )
                 for (name, tier), tier_free_bytes in zip(tiers.items(), free, strict=True)
             ],
-            queues=queue_reports(self._context),
+            queues=queue_reports(self._context, forecasts.due_every_s),
             watches=[watcher.report() for watcher in self._watchers],
             sidecars=None if self.sidecars is None else self.sidecars.report(),
             slots={state.value: slot_counts[state] for state in SlotState},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tierd.catalog.decisions import waiting
 from tierd.context import DaemonContext
@@ -13,8 +13,9 @@ from tierd.status.node_reports import age_s
 from tierd.status.report import QueueReport
 
 
-def queue_reports(context: DaemonContext) -> list[QueueReport]:
-    """For hot: the snapshots that are not durable yet; for each cold tier: the checkpoints that it should have."""
+def queue_reports(context: DaemonContext, due_every_s: Mapping[str, float]) -> list[QueueReport]:
+    """For hot: the snapshots that are not durable yet; for each cold tier: the checkpoints that it should have.
+    `due_every_s`: by cold tier."""
     memory, catalog, now = context.memory, context.catalog, context.now()
     ages = [time.monotonic() - one.sealed_at_s for one in memory.pending()]
     queues = [_queue(HOT, ages)]
@@ -25,7 +26,7 @@ def queue_reports(context: DaemonContext) -> list[QueueReport]:
         queue = _queue(tier, [age_s(entry.manifest.created_at, now) for entry in entries])
         record, copying = context.copies[tier], catalog.copying(tier)
         queue.copying = str(copying) if copying else None
-        queue.copy_s = record.copy_s
+        queue.copy_s, queue.due_every_s = record.copy_s, due_every_s.get(tier)
         if record.committed_at_s is not None:
             queue.last_copy_age_s = round(max(0.0, now.timestamp() - record.committed_at_s), 1)
         queue.given_up = {str(reason): count for reason, count in record.given_up.items()}

@@ -7,9 +7,6 @@ probe object in each bucket, and with `--state-gb` a temporary file on each disk
 from __future__ import annotations
 
 import asyncio
-import os
-import resource
-import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +16,7 @@ import msgspec
 import typer
 
 from tierd import __version__
-from tierd.access import others_can_write
 from tierd.catalog.identity import Identities
-from tierd.cgroup import memory_limit
 from tierd.cli import daemon_http, options
 from tierd.cli.console import now, print_report, print_result
 from tierd.cli.forecast_checks import Planned, forecast_advice
@@ -35,14 +30,13 @@ from tierd.config.sections import ColdConfig, Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierdError, TierUnreachable
 from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.policy import HOT
+from tierd.local_checks import clock, limits, no_cold, same_disk, sizes, socket
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.probe import Advice, is_same_disk, probe_directory, probe_memory, probe_space, problem_of
+from tierd.tiers.probe import Advice, probe_directory, problem_of
 from tierd.tiers.tier_listing import Listing
 
 REQUEST_TIMEOUT_S_MAX = 10.0  # a person waits at the terminal
-DESCRIPTORS_MIN = 4096  # two for each slot and each connection
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
-_GPU = Path("/dev/nvidiactl")
 
 
 async def doctor(
@@ -104,7 +98,8 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
         return [*found, problem_of("key", "config", error)]
     if only in (None, HOT):
         found += probe_directory(HOT, loaded.hot_path, is_hot=True)
-        found += await _sizes(settings, loaded)
+        async with open_tiers(settings, only=HOT) as tiers:
+            found += [*sizes(loaded, tiers.catalog.manifests_in(HOT)), *clock(tiers.catalog.views(), now())]
     places = [advice for advice in await _places(loaded) if only in (None, advice.about)]
     # Skip the other checks of a directory that is not the tier's.
     absent = [advice.about for advice in places if advice.check == "place" and advice.verdict == "problem"]
@@ -115,44 +110,18 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
     found += [advice for advice in exposed(loaded) if only in (None, advice.about)]
     found += places
     if only is None:
-        if not loaded.cold:
-            message = "there is no cold tier: the loss of this node's disk loses every checkpoint"
-            hint = "add [[cold]] with the url of a bucket"
-            found.append(Advice("config", "config", "warning", message, hint))
+        found += no_cold(loaded)
         found += await asyncio.to_thread(lambda: list(check_watches(loaded)))
-        found += [*_limits(), _socket(loaded), *_daemon(loaded)]
+        found += [*limits(), socket(loaded), *_daemon(loaded)]
         with suppress(DaemonUnreachable):  # reported above
             found += [advice async for advice in check_peers(loaded, daemon_http.find(loaded).status)]
     return found
 
 
-async def _sizes(settings: Settings, loaded: Config) -> list[Advice]:
-    """What depends on the size of a checkpoint: the space of the hot tier, and the memory of the slots."""
-    async with open_tiers(settings, only=HOT) as tiers:
-        manifests = tiers.catalog.manifests_in(HOT)
-    # Of each run the newest; over several nodes, this node's part of it.
-    newest = {manifest.run: manifest for manifest in sorted(manifests, key=lambda manifest: manifest.id.recency)}
-    largest = max(newest.values(), key=lambda manifest: manifest.size_bytes, default=None)
-    checkpoint_bytes = largest.size_bytes if largest else 0
-    space = probe_space(
-        HOT,
-        loaded.hot_path,
-        checkpoint_bytes=checkpoint_bytes,
-        used_bytes=sum(one.size_bytes for one in manifests if largest and one.run == largest.run),
-        keep_last=loaded.lifecycle.hot.keep_last,
-    )
-    return [space, probe_memory(memory_limit(), checkpoint_bytes=checkpoint_bytes, slots=loaded.snapshot.slots)]
-
-
 async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:
     if cold.url.startswith("file://"):
         path = Path(cold.url.removeprefix("file://"))
-        found = list(probe_directory(cold.name, path, is_hot=False))
-        if is_same_disk(path, loaded.hot_path):
-            message = f"{path} is on the same filesystem as hot: one dead disk takes both"
-            hint = "set its url to another disk, or to a bucket"
-            found.append(Advice("disk", cold.name, "warning", message, hint))
-        return found
+        return [*probe_directory(cold.name, path, is_hot=False), *same_disk(cold, loaded)]
     # Imported here, so that boto3 is loaded only if a bucket is configured.
     from tierd.s3.probe import BucketProbe
     from tierd.s3.requests import S3Requests
@@ -190,35 +159,6 @@ async def _places(loaded: Config) -> list[Advice]:
                     problem_of("place", tier.name, BadConfig(message, hint="give each tier a place of its own"))
                 )
     return found
-
-
-def _limits() -> Iterator[Advice]:
-    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if descriptors != resource.RLIM_INFINITY and descriptors < DESCRIPTORS_MIN:
-        message = f"this user may open {descriptors} files; a node with many ranks needs {DESCRIPTORS_MIN}"
-        hint = "raise LimitNOFILE in the unit, or nofile in limits.conf"
-        yield Advice("files", "machine", "warning", message, hint)
-    memory, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if _GPU.exists() and memory != resource.RLIM_INFINITY:
-        message = (
-            f"memlock is {memory} bytes: pinning the slots of a trainer on this GPU may be refused, and copies are slow"
-        )
-        yield Advice("memlock", "machine", "note", message, "ulimit -l unlimited where the trainer starts")
-
-
-def _socket(loaded: Config) -> Advice:
-    folder = loaded.socket_path.parent
-    if not folder.exists():
-        return Advice("socket", "socket", "note", f"{folder} does not exist yet; `tierd serve` makes it, if it may")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        message = f"{folder} cannot be written: no socket can be made there"
-        hint = "give it to the daemon's user, or set daemon.socket to a path of its own"
-        return Advice("socket", "socket", "problem", message, hint)
-    about = folder.stat()
-    if others_can_write(about) and not about.st_mode & stat.S_ISVTX:
-        message = f"other users can replace the socket, because they can write in {folder}: trainers refuse it"
-        return Advice("socket", "socket", "problem", message, f"chmod go-w {folder}, or set daemon.socket")
-    return Advice("socket", "socket", "ok", f"{folder} can be written")
 
 
 def _daemon(loaded: Config) -> Iterator[Advice]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,17 +9,16 @@ from pathlib import Path
 
 from tierd.config.sections import ColdConfig, Config
 from tierd.format.text import duration, size
-from tierd.lifecycle.forecast import GIB, MONTH_S, Forecast
+from tierd.lifecycle.forecast import FULL_SOON_S, GIB, MONTH_S, Forecast
 from tierd.lifecycle.needs import needs
 from tierd.lifecycle.policy import HOT
+from tierd.local_checks import memlock
 from tierd.status.report import StatusReport
 from tierd.tiers.probe import Advice, write_rate
 
 ROOM_CHECKPOINTS = 2  # in hot: one is being written, one is being deleted
-FULL_SOON_S = 6 * MONTH_S
 MEASURED_BYTES = 64 << 20  # less takes mostly latency, and shows no rate
 ROOM_TO_MEASURE = 8  # times MEASURED_BYTES: a disk with less free space is not filled further
-_GPU = Path("/dev/nvidiactl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ def forecast_advice(config: Config, planned: Planned, status: StatusReport | Non
         if path is not None:
             yield _disk_rate(tier.name, path, planned)
         yield from _link(tier, planned, status)
-    yield from _memlock(config, planned)
+    yield from memlock(config, planned.state_bytes)
 
 
 def _space(about: str, path: Path | None, need: Forecast, planned: Planned, *, room: int = 0) -> Advice:
@@ -119,14 +117,6 @@ def _rated(check: str, about: str, message: str, takes_s: float, planned: Planne
         return Advice(check, about, "ok", message)
     message += f", and a save is due every {duration(planned.interval_s)}: some are replaced before they arrive"
     return Advice(check, about, "warning", message, "save less often; docs/RUNBOOK.md#cold-too-slow")
-
-
-def _memlock(config: Config, planned: Planned) -> Iterator[Advice]:
-    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    slots_bytes = config.snapshot.slots * planned.state_bytes
-    if _GPU.exists() and limit_bytes != resource.RLIM_INFINITY and limit_bytes < slots_bytes:
-        message = f"memlock is {size(limit_bytes)}, and the slots of such a run are {size(slots_bytes)}"
-        yield Advice("memlock", "machine", "warning", message, "ulimit -l unlimited where the trainer starts")
 
 
 def _existing(path: Path) -> Path:

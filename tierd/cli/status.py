@@ -34,6 +34,7 @@ from tierd.status.alarm_rules import alarms
 from tierd.status.disks import free_bytes, on_disk_of
 from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.node_reports import NewestCheckpoint, NewestPart
+from tierd.status.outlook import outlook
 from tierd.status.report import (
     QueueReport,
     RunReport,
@@ -193,6 +194,8 @@ def _print(report: StatusReport, settings: Settings) -> None:
     )
     for queue in report.queues:
         _print_queue(queue)
+    for line in outlook(report):
+        print_result(line)
     for watch in report.watches:
         _print_watch(watch)
     if report.sidecars is not None:

@@ -1,12 +1,14 @@
 """Forecasts what the lifecycle of a run will hold in each tier, and what that costs, if the run continues at its pace.
 
 Pure: sizes, times and steps come from manifests; the policy itself judges checkpoints that do not exist yet. The rules
-that drop some reach a limit; those that keep forever (every n-th, every n steps, milestones) grow each month.
+that drop some reach a limit; those that keep forever (every n-th, every n steps, milestones) grow each month. Also
+when a disk will be full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import pairwise
 from statistics import median
@@ -14,11 +16,14 @@ from statistics import median
 import msgspec
 
 from tierd.config.sections import LifecycleConfig, TierPolicy
-from tierd.format.ids import CheckpointId, Step
+from tierd.format.ids import CheckpointId, Run, Step
 from tierd.lifecycle.policy import HOT, CheckpointView, by_run, kept, kept_forever
 
 GIB = 1 << 30
 MONTH_S = 30 * 86400.0
+FULL_SOON_S = 6 * MONTH_S  # a disk that lasts longer is large enough
+_BISECTIONS = 20  # to the half minute
+_GOES_ON_INTERVALS = 3.0  # a run whose newest checkpoint is older has ended, or pauses
 SIMULATED_MAX = 20_000  # checkpoints: one for each hour of two years; the daemon's event loop waits meanwhile
 _PERIODS_S = {"keep_hourly": 3600.0, "keep_daily": 86400.0, "keep_weekly": 7 * 86400.0}
 
@@ -49,14 +54,12 @@ def forecast(
 ) -> list[Forecast]:
     """By run and tier. `sizes`: bytes of each checkpoint. `cold`: each cold tier's price per GiB and month, 0 if it is
     unknown. `own`: as for `explain`."""
-    # Without a cold tier, hot also holds what cold would.
-    policies = {HOT: [policy.hot] if cold else [policy.hot, policy.cold]}
-    policies |= {name: [own.get(name, policy.cold)] for name in cold}
+    policies = rules_by_tier(policy, cold=cold, own=own)
     forecasts: list[Forecast] = []
     for run, checkpoints_of_run in by_run(checkpoints):
         views = sorted(checkpoints_of_run, key=lambda view: view.id.recency)
         checkpoint_gib = sizes[views[-1].id] / GIB
-        pace = _pace(views)
+        pace = pace_of(views)
         for tier, rules in policies.items():
             steady_gib = growth_gib = None
             if pace is not None:
@@ -79,14 +82,107 @@ def forecast(
     return forecasts
 
 
-class _Pace(msgspec.Struct, frozen=True):
+def rules_by_tier(
+    policy: LifecycleConfig, *, cold: Iterable[str], own: Mapping[str, TierPolicy]
+) -> dict[str, list[TierPolicy]]:
+    """What each tier holds. Without a cold tier, hot also holds what cold would."""
+    names = list(cold)
+    rules = {HOT: [policy.hot] if names else [policy.hot, policy.cold]}
+    return rules | {name: [own.get(name, policy.cold)] for name in names}
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """One run in one tier. `views`: all its checkpoints, oldest first; `sizes`: bytes of those that the
+    tier holds, and of the newest; `rules`: what the tier keeps."""
+
+    tier: str
+    views: Sequence[CheckpointView]
+    sizes: Mapping[CheckpointId, int]
+    rules: Sequence[TierPolicy]
+
+    @property
+    def run(self) -> Run:
+        return self.views[-1].id.run
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.sizes[self.views[-1].id]
+
+
+def full_in_s(runs: Sequence[Held], free_bytes: float) -> float | None:
+    """In how many seconds what the tiers of one disk keep of these runs needs `free_bytes` more than they hold now, if
+    each run continues at its pace. Infinite: not within FULL_SOON_S. None: a run has shown no pace yet."""
+    growths: list[tuple[Held, Pace, float]] = []
+    for run in runs:
+        pace = pace_of(run.views)
+        if pace is None:
+            return None
+        growths.append((run, pace, _growth_count(run.views, run.rules, pace) / MONTH_S))
+
+    def is_full(after_s: float) -> bool:
+        grown = (_grown_bytes(run, pace, after_s, forever_per_s=rate) for run, pace, rate in growths)
+        return sum(grown) > free_bytes
+
+    if not is_full(FULL_SOON_S):
+        return math.inf
+    fits_s, full_s = 0.0, FULL_SOON_S
+    if is_full(fits_s):
+        return 0.0
+    for _ in range(_BISECTIONS):
+        middle_s = (fits_s + full_s) / 2
+        fits_s, full_s = (fits_s, middle_s) if is_full(middle_s) else (middle_s, full_s)
+    return full_s
+
+
+def _grown_bytes(run: Held, pace: Pace, after_s: float, *, forever_per_s: float) -> float:
+    """How many bytes more the tier holds of the run then."""
+    there = [view for view in run.views if run.tier in view.tiers]
+    forgetting = [_forgetting(rule) for rule in run.rules]
+    coming = _coming(run.views, forgetting, pace, int(after_s / pace.interval_s))
+    held = set[CheckpointId]().union(*(kept([*there, *coming], rule) for rule in forgetting))
+    held |= {view.id for view in there if any(kept_forever(view, rule) for rule in run.rules)}
+    grown_bytes = -sum(run.sizes[view.id] for view in there if view.id not in held)
+    count = sum(view.id in held for view in coming) + forever_per_s * after_s
+    return grown_bytes + count * run.checkpoint_bytes
+
+
+def _coming(
+    views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: Pace, count: int
+) -> list[CheckpointView]:
+    """Of the next `count` checkpoints those that the rules may keep then: at most one per hour beyond `keep_last`."""
+    newest = views[-1]
+    newest_at = max(view.created_at for view in views if view.created_at is not None)
+    last = min(max(rule.keep_last for rule in rules), SIMULATED_MAX)
+    is_by_time = any(getattr(rule, key) for rule in rules for key in _PERIODS_S)
+    hourly = range(count if is_by_time else 0, 0, -max(1, int(3600 / pace.interval_s)))[:SIMULATED_MAX]
+    coming: list[CheckpointView] = []
+    for ahead in sorted({*range(count, max(0, count - max(last, 1)), -1), *hourly}):
+        created_at = newest_at + timedelta(seconds=ahead * pace.interval_s)
+        coming.append(_simulated(newest, newest.sequence + ahead, newest.id.step + ahead, created_at))
+    return coming
+
+
+def _forgetting(rule: TierPolicy) -> TierPolicy:
+    return msgspec.structs.replace(rule, keep_every=0, keep_every_steps=0, milestones=False)
+
+
+class Pace(msgspec.Struct, frozen=True):
     """From one checkpoint to the next."""
 
     interval_s: float
     steps: int
 
 
-def _pace(views: list[CheckpointView]) -> _Pace | None:
+def goes_on(views: Sequence[CheckpointView], now: datetime) -> bool:
+    """Whether the next checkpoint is not overdue. `views`: of one run, oldest first."""
+    pace = pace_of(views)
+    if pace is None:
+        return False
+    newest_at = max(view.created_at for view in views if view.created_at is not None)
+    return (now - newest_at).total_seconds() <= _GOES_ON_INTERVALS * pace.interval_s
+
+
+def pace_of(views: Sequence[CheckpointView]) -> Pace | None:
     """By sequence, which also counts deleted checkpoints. The median ignores pauses of the training."""
     intervals_s: list[float] = []
     steps: list[float] = []
@@ -99,15 +195,13 @@ def _pace(views: list[CheckpointView]) -> _Pace | None:
         steps.append((following.id.step - view.id.step) / count)
     if not intervals_s or median(intervals_s) <= 0:
         return None
-    return _Pace(median(intervals_s), max(1, round(median(steps))))
+    return Pace(median(intervals_s), max(1, round(median(steps))))
 
 
-def _steady_count(views: list[CheckpointView], rules: list[TierPolicy], pace: _Pace) -> int:
+def _steady_count(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: Pace) -> int:
     """How many checkpoints are held late in a long training. What both kinds of rules select is counted twice, so the
     true count may be slightly lower."""
-    forgetting = [
-        msgspec.structs.replace(rule, keep_every=0, keep_every_steps=0, milestones=False, keep_best=0) for rule in rules
-    ]
+    forgetting = [msgspec.structs.replace(_forgetting(rule), keep_best=0) for rule in rules]
     past = _past(views, forgetting, pace)
     kept_past = set[CheckpointId]().union(*(kept(past, rule) for rule in forgetting))
     forever = sum(any(kept_forever(view, rule) for rule in rules) for view in views)
@@ -119,7 +213,7 @@ def _steady_count(views: list[CheckpointView], rules: list[TierPolicy], pace: _P
     return len(kept_past) + forever + best + unhealthy
 
 
-def _past(views: list[CheckpointView], rules: list[TierPolicy], pace: _Pace) -> list[CheckpointView]:
+def _past(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: Pace) -> list[CheckpointView]:
     """Simulated checkpoints before the newest, at this pace: all that the rules can keep, at most one per hour beyond
     `keep_last`."""
     newest = views[-1]
@@ -150,10 +244,10 @@ def _simulated(newest: CheckpointView, sequence: int, step: int, created_at: dat
     )
 
 
-def _growth_count(views: list[CheckpointView], rules: list[TierPolicy], pace: _Pace) -> float:
+def _growth_count(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: Pace) -> float:
     """How many of a month's checkpoints are kept forever."""
     newest = views[-1]
-    count_max = SIMULATED_MAX // 2
+    count_max = SIMULATED_MAX // 2 if any(rule.keep_every or rule.keep_every_steps for rule in rules) else 1
     future = (
         _simulated(newest, newest.sequence + count, newest.id.step + count * pace.steps, None)
         for count in range(1, count_max + 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -82,13 +83,24 @@ class RunReport(msgspec.Struct, kw_only=True):
     nodes: NodesReport | UnsetType = UNSET
 
 
+class DiskForecast(msgspec.Struct, kw_only=True):
+    """Whether what the policy will keep fits on the disk, if the runs that go on keep their pace: "fits" for the next
+    six months, "full" by then, or "unknown" before a run has shown its pace. `full_at`: ISO 8601, in UTC."""
+
+    verdict: Literal["fits", "full", "unknown"]
+    full_at: str | None = None
+    full_in_s: float | None = None
+
+
 class TierReport(msgspec.Struct, kw_only=True):
     """`checkpoints`, and `used_bytes` of their files: None if the tier could never be listed.
 
     `listed_age_s`: since the last listing that succeeded began; only the daemon knows. `to_reap`: the checkpoints
     that no policy keeps there and that wait for `tierd reap`; None where the daemon deletes them itself. `parts`: how
     many of `checkpoints` are only this node's part of one over several nodes; not set if none is. `is_on_hot_disk`: it
-    is a cold tier on the file system of hot, and is lost with it."""
+    is a cold tier on the file system of hot, and is lost with it. `write_bytes_per_s`: over the last minute; None: only
+    the daemon knows. `disk`: None where no run goes on, for a bucket, and for a tier on hot's disk, which counts in
+    hot."""
 
     name: str
     url: str
@@ -101,6 +113,8 @@ class TierReport(msgspec.Struct, kw_only=True):
     to_reap: int | None = None
     parts: int | UnsetType = UNSET
     is_on_hot_disk: bool = False
+    write_bytes_per_s: float | None = None
+    disk: DiskForecast | None = None
 
 
 class LostReplica(msgspec.Struct, kw_only=True):
@@ -119,7 +133,8 @@ class LostReplica(msgspec.Struct, kw_only=True):
 class QueueReport(msgspec.Struct, kw_only=True):
     """The checkpoints that a tier should have and lacks. Of a cold tier also: `copying`, the one in progress; and since
     the daemon's start, `copy_s`, how long a copy takes, the age of the last commit, and how many copies were given up,
-    by reason: "replaced" by newer ones, "no_space" in hot; `given_up_age_s`: since the last one was. Of hot,
+    by reason: "replaced" by newer ones, "no_space" in hot; `given_up_age_s`: since the last one was; `due_every_s`: the
+    interval between the checkpoints that the tier should get, None where no run goes on or shows its pace. Of hot,
     `oldest_age_s` begins with the first snapshot since the newest durable one, also if newer ones have replaced it."""
 
     tier: str
@@ -127,6 +142,7 @@ class QueueReport(msgspec.Struct, kw_only=True):
     oldest_age_s: float = 0.0
     copying: str | None = None
     copy_s: float | None = None
+    due_every_s: float | None = None
     last_copy_age_s: float | None = None
     given_up: dict[str, int] = {}
     given_up_age_s: dict[str, float] = {}
@@ -253,6 +269,8 @@ def tier_report(
     listed_age_s: float | None = None,
     to_reap: int | None = None,
     is_on_hot_disk: bool = False,
+    write_bytes_per_s: float | None = None,
+    disk: DiskForecast | None = None,
 ) -> TierReport:
     knowledge, manifests = catalog.tiers[name], catalog.manifests_in(name)
     return TierReport(
@@ -267,6 +285,8 @@ def tier_report(
         to_reap=to_reap,
         parts=sum(isinstance(one, NodeFile) for one in manifests) or UNSET,
         is_on_hot_disk=is_on_hot_disk,
+        write_bytes_per_s=None if write_bytes_per_s is None else round(write_bytes_per_s, 1),
+        disk=disk,
     )
 
 

@@ -17,6 +17,7 @@ from tierd.format.text import duration, printable, size
 from tierd.lifecycle.selection import MEMORY
 from tierd.status.checkpoint_report import CheckpointReport, CheckpointRow
 from tierd.status.lifecycle_report import PlannedAction
+from tierd.status.outlook import outlook
 from tierd.status.report import RunReport, StatusReport
 from tierd.web.timeline import LABEL_PX, LANE_PX, PLOT_PX, Timeline, timeline
 
@@ -61,6 +62,7 @@ def overview_page(status: StatusReport, rows: Sequence[CheckpointRow], parents: 
         left_out=left_out,
         pictures=pictures,
         costs=costs.items(),
+        outlook=outlook(status),
         title=title,
     )
 

@@ -1,0 +1,109 @@
+"""Which runs count for the forecast of a disk, and what of it is known."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cli import make_manifest
+from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.api.forecasts import FORECAST_S, Forecasts, TierForecasts
+from tierd.config.sections import ColdConfig, ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.format.ids import checkpoint_id
+from tierd.format.manifest import FileEntry
+from tierd.status.report import DiskForecast
+
+NOW = datetime(2026, 11, 27, 12, tzinfo=UTC)
+MB = 1_000_000
+KEEP = LifecycleConfig(hot=TierPolicy(keep_last=10), cold=ColdPolicy(keep_last=10, keep_every=0))
+
+
+@pytest.fixture
+async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
+    async with rooms_at(tmp_path, lifecycle=KEEP, clocks={"now": lambda: NOW}) as rooms:
+        yield rooms
+
+
+def save(rooms: Rooms, count: int, *, run: str = RUN, age_s: float = 0.0, tiers: tuple[str, ...] = ("hot",)) -> None:
+    """`count` checkpoints of 1 MB, one each minute; the newest is `age_s` old."""
+    for number in range(1, count + 1):
+        created_at = NOW - timedelta(seconds=age_s + 60 * (count - number))
+        entry = FileEntry(
+            name="rank-00000-of-00001.safetensors", size_bytes=MB, crc64nvme="", chunk_bytes=MB, chunks=[]
+        )
+        checkpoint = checkpoint_id(run, number * 10, 1)
+        manifest = make_manifest(checkpoint, [entry], sequence=number, created_at=created_at.isoformat())
+        for tier in tiers:
+            rooms.catalog.add(manifest, tier)
+
+
+async def read(rooms: Rooms, on_hot_disk: tuple[str, ...] = (), **free: int | None) -> TierForecasts:
+    return await Forecasts(rooms.context).read(free, on_hot_disk)
+
+
+async def test_hot_is_full_when_what_the_policy_keeps_and_room_for_two_do_not_fit(rooms: Rooms) -> None:
+    save(rooms, 3)
+    assert (await read(rooms, hot=9 * MB)).disk("hot", NOW) == DiskForecast(verdict="fits"), "7 more and 2"
+    full = (await read(rooms, hot=6 * MB)).disk("hot", NOW)
+    assert full is not None
+    assert full.verdict == "full"
+    assert full.full_in_s == pytest.approx(5 * 60, abs=31)
+    assert full.full_at is not None
+    assert datetime.fromisoformat(full.full_at) - NOW == pytest.approx(timedelta(minutes=5), abs=timedelta(seconds=31))
+
+
+async def test_a_cold_tier_on_hot_s_disk_counts_there(rooms: Rooms) -> None:
+    save(rooms, 3, tiers=("hot", "cold"))
+    found = await read(rooms, ("cold",), hot=9 * MB, cold=9 * MB)
+    assert found.disk("cold", NOW) is None
+    assert (hot := found.disk("hot", NOW)) is not None
+    assert hot.full_in_s == pytest.approx(4 * 60, abs=31)
+
+
+async def test_a_bucket_has_no_disk_and_a_checkpoint_is_due_there_at_the_pace_of_all_runs(rooms: Rooms) -> None:
+    save(rooms, 3)
+    save(rooms, 3, run="other")
+    found = await read(rooms, hot=100 * MB, cold=None)
+    assert found.disk("cold", NOW) is None
+    assert found.due_every_s == {"cold": 30.0}
+
+
+async def test_a_run_that_has_ended_does_not_count(rooms: Rooms) -> None:
+    save(rooms, 3, age_s=1000.0)
+    found = await read(rooms, hot=1)
+    assert found.disk("hot", NOW) is None
+    assert found.due_every_s == {}
+
+
+@pytest.mark.parametrize("count", [0, 1])
+async def test_trainers_without_two_checkpoints_make_it_unknown(rooms: Rooms, count: int) -> None:
+    save(rooms, count, age_s=1000.0)
+    rooms.seal(80)
+    found = await read(rooms, hot=100 * MB, cold=None)
+    assert found.disk("hot", NOW) == DiskForecast(verdict="unknown")
+    assert found.due_every_s == {}
+
+
+async def test_nothing_is_deleted_in_a_tier_that_is_left_to_reap(tmp_path: Path) -> None:
+    cold = ColdConfig(name="cold", url=f"file://{tmp_path / 'cold'}", deletes=False)
+    async with rooms_at(tmp_path, cold=(cold,), lifecycle=KEEP, clocks={"now": lambda: NOW}) as rooms:
+        save(rooms, 3, tiers=("hot", "cold"))
+        found = await read(rooms, hot=100 * MB, cold=100 * MB)
+    assert found.disk("hot", NOW) == DiskForecast(verdict="fits")
+    assert (disk := found.disk("cold", NOW)) is not None
+    assert disk.full_in_s == pytest.approx(100 * 60, rel=0.05)
+
+
+async def test_it_is_computed_again_after_a_while_and_not_for_each_request(tmp_path: Path) -> None:
+    clock: dict[str, Any] = {"s": 0.0}
+    async with rooms_at(tmp_path, clocks={"now": lambda: NOW, "monotonic_s": lambda: clock["s"]}) as rooms:
+        forecasts = Forecasts(rooms.context)
+        assert (await forecasts.read({"hot": 1}, ())).disk("hot", NOW) is None
+        save(rooms, 3)
+        assert (await forecasts.read({"hot": 1}, ())).disk("hot", NOW) is None
+        clock["s"] += FORECAST_S
+        assert (await forecasts.read({"hot": 1}, ())).disk("hot", NOW) is not None

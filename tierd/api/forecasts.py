@@ -1,0 +1,96 @@
+"""When the disks of the tiers will be full, and how often a checkpoint is due in each cold tier, for the status.
+
+Only runs that go on count: those with trainers here, and those whose next checkpoint is not overdue, such as runs of
+other nodes in a shared tier. Computed in a thread, and again after FORECAST_S, because the policy is simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from tierd.catalog.decisions import ROOM_CHECKPOINTS, held
+from tierd.context import DaemonContext
+from tierd.format.ids import Run
+from tierd.lifecycle.forecast import Held, full_in_s, goes_on, pace_of
+from tierd.lifecycle.policy import HOT
+from tierd.status.report import DiskForecast
+
+FORECAST_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierForecasts:
+    """`full_at`: by tier with a disk of its own; infinite as None, unknown as "unknown". `due_every_s`: by cold tier; a
+    tier is missing where nothing goes on or a run has no pace yet."""
+
+    full_at: Mapping[str, datetime | str | None] = field(default_factory=dict[str, "datetime | str | None"])
+    due_every_s: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def disk(self, tier: str, now: datetime) -> DiskForecast | None:
+        """None: nothing goes on, or the tier has no disk of its own."""
+        if tier not in self.full_at:
+            return None
+        at = self.full_at[tier]
+        if not isinstance(at, datetime):
+            return DiskForecast(verdict="fits" if at is None else "unknown")
+        return DiskForecast(
+            verdict="full",
+            full_at=at.isoformat(timespec="seconds"),
+            full_in_s=round(max(0.0, (at - now).total_seconds()), 1),
+        )
+
+
+class Forecasts:
+    def __init__(self, context: DaemonContext) -> None:
+        self._context = context
+        self._read_s = -math.inf
+        self._found = TierForecasts()
+
+    async def read(self, free: Mapping[str, int | None], on_hot_disk: Collection[str]) -> TierForecasts:
+        """`free`: the free bytes of each tier; None: it has no disk. `on_hot_disk`: the cold tiers there."""
+        context, now_s = self._context, self._context.monotonic_s()
+        if now_s - self._read_s >= FORECAST_S:
+            attached = {run for run in context.memory.runs() if context.memory.present(run)}
+            runs = held(context.catalog, context.config)
+            self._found = await asyncio.to_thread(_forecasts, runs, attached, free, on_hot_disk, context.now())
+            self._read_s = now_s
+        return self._found
+
+
+def _forecasts(
+    runs: Sequence[Held],
+    attached: Set[Run],
+    free: Mapping[str, int | None],
+    on_hot_disk: Collection[str],
+    now: datetime,
+) -> TierForecasts:
+    has_new = bool(attached - {run.run for run in runs})  # without a checkpoint yet
+    runs = [run for run in runs if run.run in attached or goes_on(run.views, now)]
+    full_at: dict[str, datetime | str | None] = {}
+    due_every_s: dict[str, float] = {}
+    for tier, free_bytes in free.items() if runs or has_new else ():
+        of_tier = [run for run in runs if run.tier == tier]
+        paces = [pace.interval_s for run in of_tier if (pace := pace_of(run.views)) is not None]
+        is_known = len(paces) == len(of_tier) and not has_new
+        if tier != HOT and is_known:
+            due_every_s[tier] = round(1 / sum(1 / interval_s for interval_s in paces), 3)
+        if free_bytes is not None and tier not in on_hot_disk:
+            on_disk = [run for run in runs if run.tier == tier or (tier == HOT and run.tier in on_hot_disk)]
+            full_at[tier] = _full_at(on_disk, free_bytes, now) if is_known else "unknown"
+    return TierForecasts(full_at, due_every_s)
+
+
+def _full_at(runs: Sequence[Held], free_bytes: int, now: datetime) -> datetime | str | None:
+    """As of `TierForecasts`. Hot keeps room for the next checkpoints."""
+    largest_bytes = max((run.checkpoint_bytes for run in runs if run.tier == HOT), default=0)
+    try:
+        seconds = full_in_s(runs, free_bytes - ROOM_CHECKPOINTS * largest_bytes)
+    except OverflowError:  # a manifest from near the year 9999
+        seconds = None
+    if seconds is None:
+        return "unknown"
+    return None if seconds == math.inf else now + timedelta(seconds=seconds)

@@ -1,0 +1,143 @@
+"""The checks of `tierd doctor` that need no bucket and less than a second: of disks, limits, the clock and the socket.
+
+The daemon makes them at its start too, and logs what is wrong. They never delay or end it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from tierd.access import others_can_write
+from tierd.cgroup import memory_limit
+from tierd.cold_tier import exposed
+from tierd.config.sections import ColdConfig, Config
+from tierd.format.manifest import Manifest
+from tierd.format.text import duration, size
+from tierd.lifecycle.policy import HOT, CheckpointView
+from tierd.tiers.probe import Advice, is_same_disk, probe_directory, probe_memory, probe_space
+
+log = logging.getLogger("tierd")
+
+DESCRIPTORS_MIN = 4096  # two for each slot and each connection
+AHEAD_WARNED_S = 60.0  # of the clock, as for the clock of a bucket's server
+_GPU = Path("/dev/nvidiactl")
+
+
+def start_checks(config: Config, manifests: Sequence[Manifest], views: Sequence[CheckpointView], now: datetime) -> None:
+    """Log what is wrong, a line for each. In a thread, because a directory without its server answers never.
+    `manifests`: of hot."""
+
+    checks: list[Callable[[], Iterable[Advice]]] = [
+        lambda: no_cold(config),
+        lambda: sizes(config, manifests),
+        lambda: memlock(config, largest_bytes(manifests)),
+        limits,
+        lambda: clock(views, now),
+        lambda: [socket(config)],
+        lambda: probe_directory(HOT, config.hot_path, is_hot=True),
+        lambda: [advice for cold in config.cold for advice in same_disk(cold, config)],  # may hang, so late
+        lambda: exposed(config),
+    ]
+    threading.Thread(target=_log_findings, args=(checks,), name="tierd-start-checks", daemon=True).start()
+
+
+def _log_findings(checks: Iterable[Callable[[], Iterable[Advice]]]) -> None:
+    for check in checks:
+        try:
+            for advice in check():
+                if advice.verdict in ("warning", "problem"):
+                    log.warning("doctor, %s: %s (hint: %s)", advice.about, advice.message, advice.hint)
+        except OSError as error:
+            log.warning("doctor: a check at the start could not be made: %s", error)
+
+
+def no_cold(config: Config) -> Iterator[Advice]:
+    if not config.cold:
+        message = "there is no cold tier: the loss of this node's disk loses every checkpoint"
+        yield Advice("config", "config", "warning", message, "add [[cold]] with the url of a bucket")
+
+
+def same_disk(cold: ColdConfig, config: Config) -> Iterator[Advice]:
+    path = Path(cold.url.removeprefix("file://"))
+    if cold.url.startswith("file://") and is_same_disk(path, config.hot_path):
+        message = f"{path} is on the same filesystem as hot: one dead disk takes both"
+        yield Advice("disk", cold.name, "warning", message, "set its url to another disk, or to a bucket")
+
+
+def largest_bytes(manifests: Iterable[Manifest]) -> int:
+    """The largest of the newest checkpoint of each run; 0: there is none."""
+    return max((manifest.size_bytes for manifest in _newest(manifests)), default=0)
+
+
+def _newest(manifests: Iterable[Manifest]) -> list[Manifest]:
+    """Of each run the newest; over several nodes, this node's part of it."""
+    return list({one.run: one for one in sorted(manifests, key=lambda manifest: manifest.id.recency)}.values())
+
+
+def sizes(config: Config, manifests: Sequence[Manifest]) -> list[Advice]:
+    """What depends on the size of a checkpoint: the space of the hot tier, and the memory of the slots."""
+    largest = max(_newest(manifests), key=lambda manifest: manifest.size_bytes, default=None)
+    space = probe_space(
+        HOT,
+        config.hot_path,
+        checkpoint_bytes=largest_bytes(manifests),
+        used_bytes=sum(one.size_bytes for one in manifests if largest and one.run == largest.run),
+        keep_last=config.lifecycle.hot.keep_last,
+    )
+    slots = config.snapshot.slots
+    return [space, probe_memory(memory_limit(), checkpoint_bytes=largest_bytes(manifests), slots=slots)]
+
+
+def clock(views: Iterable[CheckpointView], now: datetime) -> Iterator[Advice]:
+    """Whether a checkpoint is from the future: then ages, rules by time and the forecast are wrong."""
+    times = [(view.created_at, view.id) for view in views if view.created_at is not None]
+    newest_at, checkpoint = max(times, key=lambda pair: pair[0], default=(now, None))
+    if (ahead_s := (newest_at - now).total_seconds()) > AHEAD_WARNED_S:
+        message = f"{checkpoint} was saved {duration(ahead_s)} after the time of this machine's clock"
+        hint = "synchronize the clocks of this machine and of the one that saved it: chronyc tracking"
+        yield Advice("clock", "machine", "warning", message, hint)
+
+
+def limits() -> Iterator[Advice]:
+    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors != resource.RLIM_INFINITY and descriptors < DESCRIPTORS_MIN:
+        message = f"this user may open {descriptors} files; a node with many ranks needs {DESCRIPTORS_MIN}"
+        hint = "raise LimitNOFILE in the unit, or nofile in limits.conf"
+        yield Advice("files", "machine", "warning", message, hint)
+    memory, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if _GPU.exists() and memory != resource.RLIM_INFINITY:
+        message = (
+            f"memlock is {memory} bytes: pinning the slots of a trainer on this GPU may be refused, and copies are slow"
+        )
+        yield Advice("memlock", "machine", "note", message, "ulimit -l unlimited where the trainer starts")
+
+
+def memlock(config: Config, state_bytes: int) -> Iterator[Advice]:
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    slots_bytes = config.snapshot.slots * state_bytes
+    if _GPU.exists() and limit_bytes != resource.RLIM_INFINITY and limit_bytes < slots_bytes:
+        message = f"memlock is {size(limit_bytes)}, and the slots of such a run are {size(slots_bytes)}"
+        yield Advice("memlock", "machine", "warning", message, "ulimit -l unlimited where the trainer starts")
+
+
+def socket(config: Config) -> Advice:
+    """Whether the daemon can make its socket, and trainers trust it."""
+    folder = config.socket_path.parent
+    if not folder.exists():
+        return Advice("socket", "socket", "note", f"{folder} does not exist yet; `tierd serve` makes it, if it may")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        message = f"{folder} cannot be written: no socket can be made there"
+        hint = "give it to the daemon's user, or set daemon.socket to a path of its own"
+        return Advice("socket", "socket", "problem", message, hint)
+    about = folder.stat()
+    if others_can_write(about) and not about.st_mode & stat.S_ISVTX:
+        message = f"other users can replace the socket, because they can write in {folder}: trainers refuse it"
+        return Advice("socket", "socket", "problem", message, f"chmod go-w {folder}, or set daemon.socket")
+    return Advice("socket", "socket", "ok", f"{folder} can be written")
