@@ -210,7 +210,8 @@ def _read(path: Path) -> bytes | None:
 
 def _replace(path: Path, content: bytes) -> None:
     """The former content stays until the new one is on the disk. Only one daemon has the hot directory, so one name of
-    the new file is enough, and one that a killed daemon has left is removed. Raises OSError."""
+    the new file is enough, and one that a killed daemon has left is removed. After a loss of power the former content
+    may be back: a run that has ended since is named as lost then, for a day as any other. Raises OSError."""
     new = path.with_name(layout.ATTACHED_RUNS_NEW)
     with suppress(FileNotFoundError):
         os.unlink(new)
