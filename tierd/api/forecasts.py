@@ -20,6 +20,7 @@ from tierd.lifecycle.policy import HOT
 from tierd.status.report import DiskForecast
 
 FORECAST_S = 60.0
+WAIT_S = 1.0  # then the status has the forecast before
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +50,26 @@ class Forecasts:
         self._context = context
         self._read_s = -math.inf
         self._found = TierForecasts()
+        self._reading: asyncio.Task[None] | None = None
 
     async def read(self, free: Mapping[str, int | None], on_hot_disk: Collection[str]) -> TierForecasts:
         """`free`: the free bytes of each tier; None: it has no disk. `on_hot_disk`: the cold tiers there."""
-        context, now_s = self._context, self._context.monotonic_s()
-        if now_s - self._read_s >= FORECAST_S:
-            attached = {run for run in context.memory.runs() if context.memory.present(run)}
-            runs = held(context.catalog, context.config)
-            self._found = await asyncio.to_thread(_forecasts, runs, attached, free, on_hot_disk, context.now())
+        now_s = self._context.monotonic_s()
+        if self._reading is None and now_s - self._read_s >= FORECAST_S:
             self._read_s = now_s
+            self._reading = asyncio.create_task(self._read(free, on_hot_disk))
+        if self._reading is not None:
+            await asyncio.wait({self._reading}, timeout=WAIT_S)
         return self._found
+
+    async def _read(self, free: Mapping[str, int | None], on_hot_disk: Collection[str]) -> None:
+        context = self._context
+        attached = {run for run in context.memory.runs() if context.memory.present(run)}
+        runs = held(context.catalog, context.config)
+        try:
+            self._found = await asyncio.to_thread(_forecasts, runs, attached, free, on_hot_disk, context.now())
+        finally:
+            self._reading = None
 
 
 def _forecasts(

@@ -22,7 +22,7 @@ from tierd.lifecycle.policy import HOT, CheckpointView, by_run, kept, kept_forev
 GIB = 1 << 30
 MONTH_S = 30 * 86400.0
 FULL_SOON_S = 6 * MONTH_S  # a disk that lasts longer is large enough
-_BISECTIONS = 20  # to the half minute
+_BISECTIONS = 10  # to 2 %
 _GOES_ON_INTERVALS = 3.0  # a run whose newest checkpoint is older has ended, or pauses
 SIMULATED_MAX = 20_000  # checkpoints: one for each hour of two years; the daemon's event loop waits meanwhile
 _PERIODS_S = {"keep_hourly": 3600.0, "keep_daily": 86400.0, "keep_weekly": 7 * 86400.0}
@@ -125,38 +125,41 @@ def full_in_s(runs: Sequence[Held], free_bytes: float) -> float | None:
 
     if not is_full(FULL_SOON_S):
         return math.inf
-    fits_s, full_s = 0.0, FULL_SOON_S
-    if is_full(fits_s):
+    fits_s, full_s = min((pace.interval_s for _, pace, _ in growths), default=1.0) / 2, FULL_SOON_S
+    if is_full(0.0) or fits_s >= full_s:
         return 0.0
     for _ in range(_BISECTIONS):
-        middle_s = (fits_s + full_s) / 2
+        middle_s = math.sqrt(fits_s * full_s)
         fits_s, full_s = (fits_s, middle_s) if is_full(middle_s) else (middle_s, full_s)
     return full_s
 
 
 def _grown_bytes(run: Held, pace: Pace, after_s: float, *, forever_per_s: float) -> float:
     """How many bytes more the tier holds of the run then."""
-    there = [view for view in run.views if run.tier in view.tiers]
-    forgetting = [_forgetting(rule) for rule in run.rules]
-    coming = _coming(run.views, forgetting, pace, int(after_s / pace.interval_s))
-    held = set[CheckpointId]().union(*(kept([*there, *coming], rule) for rule in forgetting))
-    held |= {view.id for view in there if any(kept_forever(view, rule) for rule in run.rules)}
+    there, count = [view for view in run.views if run.tier in view.tiers], int(after_s / pace.interval_s)
+    last = max(1, *(rule.keep_last for rule in run.rules))
+    coming = _coming(run.views, run.rules, pace, count)
+    held = {view.id for view in there if any(kept_forever(view, rule) for rule in run.rules)}
+    for rule in map(_forgetting, run.rules):
+        held |= kept([*there, *coming], msgspec.structs.replace(rule, keep_last=0)).keys()
+        if rule.keep_last > count:  # so many of the newest are kept beside those that come
+            held |= kept(there, msgspec.structs.replace(rule, keep_last=rule.keep_last - count)).keys()
+    older = sum(view.id in held for view in coming if view.sequence <= run.views[-1].sequence + count - last)
     grown_bytes = -sum(run.sizes[view.id] for view in there if view.id not in held)
-    count = sum(view.id in held for view in coming) + forever_per_s * after_s
-    return grown_bytes + count * run.checkpoint_bytes
+    return grown_bytes + (min(count, last) + older + forever_per_s * after_s) * run.checkpoint_bytes
 
 
 def _coming(
     views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: Pace, count: int
 ) -> list[CheckpointView]:
-    """Of the next `count` checkpoints those that the rules may keep then: at most one per hour beyond `keep_last`."""
+    """The last of the next `count` checkpoints, and of the others, at most one per hour, those that rules by time may
+    keep."""
     newest = views[-1]
     newest_at = max(view.created_at for view in views if view.created_at is not None)
-    last = min(max(rule.keep_last for rule in rules), SIMULATED_MAX)
     is_by_time = any(getattr(rule, key) for rule in rules for key in _PERIODS_S)
-    hourly = range(count if is_by_time else 0, 0, -max(1, int(3600 / pace.interval_s)))[:SIMULATED_MAX]
+    hourly = range(count, 0, -(max(1, int(3600 / pace.interval_s)) if is_by_time else max(1, count)))[:SIMULATED_MAX]
     coming: list[CheckpointView] = []
-    for ahead in sorted({*range(count, max(0, count - max(last, 1)), -1), *hourly}):
+    for ahead in hourly:
         created_at = newest_at + timedelta(seconds=ahead * pace.interval_s)
         coming.append(_simulated(newest, newest.sequence + ahead, newest.id.step + ahead, created_at))
     return coming
