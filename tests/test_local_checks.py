@@ -14,8 +14,10 @@ from tests.support.config import make_config
 from tests.support.policy import view
 from tests.support.waiting import wait_until
 from tierd import local_checks
+from tierd.catalog.catalog import Catalog
 from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest
+from tierd.lifecycle.policy import HOT
 from tierd.local_checks import clock, memlock, start_checks
 
 NOW = datetime(2026, 11, 27, 12, tzinfo=UTC)
@@ -29,9 +31,12 @@ def of_size(size_bytes: int, step: int = 10) -> Manifest:
 def logged(caplog: pytest.LogCaptureFixture, root: Path, *manifests: Manifest) -> list[str]:
     config = make_config(root)
     config.hot_path.mkdir(exist_ok=True)
+    catalog = Catalog([HOT])
+    for manifest in manifests:
+        catalog.add(manifest, HOT)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "tierd"):
-        start_checks(config, manifests, [], NOW)
+        start_checks(config, catalog, NOW)
         wait_until(lambda: "tierd-start-checks" not in {thread.name for thread in threading.enumerate()})
     return [record.getMessage() for record in caplog.records]
 

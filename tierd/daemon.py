@@ -239,9 +239,7 @@ class _Daemon:
                     self._operator.is_ready = True
                     log.info("tierd %s serves %s, %s", tierd.__version__, self._config.daemon.socket, http.url)
                     self._systemd.notify("READY=1")
-                    start_checks(
-                        self._config, context.catalog.manifests_in(HOT), context.catalog.views(), context.now()
-                    )
+                    start_checks(self._config, context.catalog, context.now())
                     await stop.wait()
                     self._systemd.notify("STOPPING=1")
                     if self._lock_error is None:

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from tierd.access import others_can_write
+from tierd.catalog.catalog import Catalog
 from tierd.cgroup import memory_limit
 from tierd.cold_tier import exposed
 from tierd.config.sections import ColdConfig, Config
@@ -30,10 +31,9 @@ AHEAD_WARNED_S = 60.0  # of the clock, as for the clock of a bucket's server
 _GPU = Path("/dev/nvidiactl")
 
 
-def start_checks(config: Config, manifests: Sequence[Manifest], views: Sequence[CheckpointView], now: datetime) -> None:
-    """Log what is wrong, a line for each. In a thread, because a directory without its server answers never.
-    `manifests`: of hot."""
-
+def start_checks(config: Config, catalog: Catalog, now: datetime) -> None:
+    """Log what is wrong, a line for each. In a thread, because a directory without its server answers never."""
+    manifests, views = catalog.manifests_in(HOT), catalog.views()
     checks: list[Callable[[], Iterable[Advice]]] = [
         lambda: no_cold(config),
         lambda: sizes(config, manifests),

@@ -95,7 +95,7 @@ def test_a_run_whose_trainer_was_killed_while_no_daemon_ran_is_lost_until_it_sta
     wait_until(lambda: "TierdRunEnded" in named(daemon), "the alarm")
     daemon.kill()
     daemon.start()
-    assert run_of(daemon)["state"] == "lost", "at once: it is known"
+    wait_until(lambda: run_of(daemon)["state"] == "lost", "what is known")
     with Trainer(seed=2) as second:
         assert second.connect(daemon.socket) == 2
         assert run_of(daemon)["state"] == "running"
