@@ -267,10 +267,8 @@ class _Daemon:
 
     def start_workers(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         limits, record = self._config.limits, self._context.incidents.record
-        return [
-            group.create_task(run_forever(worker, self._wakes[name], limits, record))
-            for name, worker in self._workers.items()
-        ]
+        loops = (run_forever(worker, self._wakes[name], limits, record) for name, worker in self._workers.items())
+        return [*map(group.create_task, loops)]
 
     async def _keep_lock(self, hot_lock: Lock, stop: asyncio.Event) -> None:
         """End this daemon when another one has locked the hot directory, which someone deleted under this one."""
