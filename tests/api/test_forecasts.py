@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support.cli import make_manifest
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.api import forecasts as module
 from tierd.api.forecasts import FORECAST_S, Forecasts, TierForecasts
 from tierd.config.sections import ColdConfig, ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import checkpoint_id
@@ -107,3 +109,15 @@ async def test_it_is_computed_again_after_a_while_and_not_for_each_request(tmp_p
         assert (await forecasts.read({"hot": 1}, ())).disk("hot", NOW) is None
         clock["s"] += FORECAST_S
         assert (await forecasts.read({"hot": 1}, ())).disk("hot", NOW) is not None
+
+
+async def test_the_status_does_not_wait_long_for_it(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(module, "WAIT_S", 0.05)
+    monkeypatch.setattr(module, "full_in_s", lambda runs, free_bytes: may_end.wait(60) and 0.0)
+    save(rooms, 3)
+    forecasts = Forecasts(rooms.context)
+    assert (await forecasts.read({"hot": 1}, ())).disk("hot", NOW) is None, "not yet"
+    may_end.set()
+    monkeypatch.setattr(module, "WAIT_S", 60.0)
+    assert (await forecasts.read({"hot": 1}, ())).disk("hot", NOW) is not None

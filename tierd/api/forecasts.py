@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 
 from tierd.catalog.decisions import ROOM_CHECKPOINTS, held
 from tierd.context import DaemonContext
@@ -50,26 +51,22 @@ class Forecasts:
         self._context = context
         self._read_s = -math.inf
         self._found = TierForecasts()
-        self._reading: asyncio.Task[None] | None = None
+        self._reading: asyncio.Future[TierForecasts] | None = None
 
     async def read(self, free: Mapping[str, int | None], on_hot_disk: Collection[str]) -> TierForecasts:
         """`free`: the free bytes of each tier; None: it has no disk. `on_hot_disk`: the cold tiers there."""
-        now_s = self._context.monotonic_s()
+        context, now_s = self._context, self._context.monotonic_s()
         if self._reading is None and now_s - self._read_s >= FORECAST_S:
-            self._read_s = now_s
-            self._reading = asyncio.create_task(self._read(free, on_hot_disk))
-        if self._reading is not None:
-            await asyncio.wait({self._reading}, timeout=WAIT_S)
+            attached = {run for run in context.memory.runs() if context.memory.present(run)}
+            runs = held(context.catalog, context.config)
+            read = partial(_forecasts, runs, attached, free, on_hot_disk, context.now())
+            self._reading, self._read_s = asyncio.get_running_loop().run_in_executor(None, read), now_s
+        if (reading := self._reading) is not None:
+            await asyncio.wait({reading}, timeout=WAIT_S)
+            if reading.done():
+                self._reading = None
+                self._found = reading.result()
         return self._found
-
-    async def _read(self, free: Mapping[str, int | None], on_hot_disk: Collection[str]) -> None:
-        context = self._context
-        attached = {run for run in context.memory.runs() if context.memory.present(run)}
-        runs = held(context.catalog, context.config)
-        try:
-            self._found = await asyncio.to_thread(_forecasts, runs, attached, free, on_hot_disk, context.now())
-        finally:
-            self._reading = None
 
 
 def _forecasts(
