@@ -452,9 +452,14 @@ def test_slurm_epilog_brings_the_last_checkpoint_to_the_cold_tier(tmp_path: Path
         "SLURM_JOB_USER": user,
     }
     make_checkpoint(tmp_path / "local" / user, size_bytes=20_000_000)  # copied in the drain, or before
-    for script in ("slurm-prolog.sh", "slurm-epilog.sh"):
-        done = subprocess.run([DEPLOY / script], env=environ, capture_output=True, timeout=120, check=False)
-        assert (done.returncode, done.stderr) == (0, b"")
+    try:
+        for script in ("slurm-prolog.sh", "slurm-epilog.sh"):
+            done = subprocess.run([DEPLOY / script], env=environ, capture_output=True, timeout=120, check=False)
+            assert (done.returncode, done.stderr) == (0, b"")
+    finally:
+        for file in tmp_path.glob("*.pid"):
+            with suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGKILL)  # a test that fails leaves no daemon
     log = (tmp_path / "tierd-7.log").read_text()
     assert "SIGTERM: draining" in log
     assert list((tmp_path / "cold").glob("run42/*/manifest.json")), log
