@@ -58,7 +58,6 @@ def test_a_mount_point_that_is_not_utf_8_does_not_stop_the_check(
     assert [advice.verdict for advice in found] == ["ok"]
 
 
-
 def test_probe_creates_nothing(tmp_path: Path) -> None:
     found = verdicts(tmp_path / "not" / "yet")
     assert found["directory"] == "ok", "its parent can be written"

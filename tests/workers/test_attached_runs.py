@@ -96,7 +96,8 @@ async def test_a_run_whose_trainers_do_not_attach_again_is_lost_after_the_grace_
     assert life.state() is None
     await life.step(1)
     reason = (
-        "ranks 0-1 did not attach again after a restart of the daemon: killed, stopped by SIGSTOP, refused, or ended while no "
+        "ranks 0-1 did not attach again after a restart of the daemon: killed, stopped by SIGSTOP, refused, or ended "
+        "while no "
     )
     assert life.rooms.memory.outcomes.state(RUN) == ("lost", reason + "daemon ran")
 
