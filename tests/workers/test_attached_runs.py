@@ -97,9 +97,9 @@ async def test_a_run_whose_trainers_do_not_attach_again_is_lost_after_the_grace_
     await life.step(1)
     reason = (
         "ranks 0-1 did not attach again after a restart of the daemon: killed, stopped by SIGSTOP, refused, or ended "
-        "while no "
+        "while no daemon ran"
     )
-    assert life.rooms.memory.outcomes.state(RUN) == ("lost", reason + "daemon ran")
+    assert life.rooms.memory.outcomes.state(RUN) == ("lost", reason)
 
 
 async def test_a_lost_run_has_the_status_alarm_and_metric_of_a_killed_one(life: Life) -> None:
