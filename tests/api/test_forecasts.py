@@ -15,7 +15,7 @@ from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.api import forecasts as module
 from tierd.api.forecasts import FORECAST_S, Forecasts, TierForecasts
 from tierd.config.sections import ColdConfig, ColdPolicy, LifecycleConfig, TierPolicy
-from tierd.format.ids import checkpoint_id
+from tierd.format.ids import Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import FileEntry
 from tierd.status.report import DiskForecast
 
@@ -79,6 +79,30 @@ async def test_a_run_that_has_ended_does_not_count(rooms: Rooms) -> None:
     found = await read(rooms, hot=1)
     assert found.disk("hot", NOW) is None
     assert found.due_every_s == {}
+
+
+@pytest.mark.parametrize("newer_elsewhere", [False, True])
+async def test_a_run_whose_trainers_have_ended_here_counts_only_if_another_node_continues_it(
+    rooms: Rooms, *, newer_elsewhere: bool
+) -> None:
+    save(rooms, 3)
+    outcomes, generation = rooms.context.memory.outcomes, Generation(0 if newer_elsewhere else 1)
+    outcomes.rank_entered(Run(RUN), generation, Rank(0))
+    outcomes.rank_exited(Run(RUN), Rank(0), "finished", "")
+    outcomes.rank_disconnected(Run(RUN), Rank(0))
+    assert ((await read(rooms, hot=1)).disk("hot", NOW) is not None) == newer_elsewhere
+
+
+async def test_what_another_node_copies_is_not_due_here(rooms: Rooms) -> None:
+    """It counts on the disk of a shared tier, but no copy of this daemon is late because of it."""
+    save(rooms, 3, tiers=("hot", "cold"))
+    save(rooms, 3, run="other", tiers=("cold",))
+    assert (await read(rooms, hot=100 * MB, cold=None)).due_every_s == {"cold": 60.0}
+
+
+async def test_where_only_another_node_copies_nothing_is_due(rooms: Rooms) -> None:
+    save(rooms, 3, run="other", tiers=("cold",))
+    assert (await read(rooms, hot=100 * MB, cold=None)).due_every_s == {}
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -73,7 +73,7 @@ def test_a_run_whose_trainer_is_stopped_over_a_restart_is_lost_until_it_continue
     assert run_of(daemon)["state"] == "lost"
     assert daemon.metric('tierd_run_state{run="run",state="lost"}') == 1
     assert daemon.tierd("status", "--check").returncode == 1
-    assert "killed, stopped by SIGSTOP, or ended while no daemon ran" in daemon.tierd("status").stdout.replace(
+    assert "killed, stopped by SIGSTOP, refused, or ended while no daemon ran" in daemon.tierd("status").stdout.replace(
         "\n", " "
     )
     assert states(daemon) == ["lost"]

@@ -219,6 +219,19 @@ def test_a_run_goes_on_until_its_next_checkpoint_is_long_overdue() -> None:
     assert not goes_on(views[:1], newest_at)
 
 
+def test_a_run_of_a_clock_that_was_far_ahead_does_not_go_on_until_that_time_comes() -> None:
+    ahead = made(5, timedelta(hours=1))
+    assert not goes_on(ahead, BEGAN - timedelta(days=30))
+    mended = [*ahead, view_at(made(1, timedelta(hours=1), first=6)[0], BEGAN - timedelta(days=30))]
+    assert goes_on(mended, BEGAN - timedelta(days=30)), "its newest one has the right time"
+
+
+def test_the_pace_is_that_of_the_newest_checkpoints() -> None:
+    hourly = made(40, timedelta(hours=1))
+    changed = [view_at(one, BEGAN + timedelta(hours=30, minutes=one.sequence - 30)) for one in hourly[30:]]
+    assert forecast_by_tier([*hourly[:30], *changed], LifecycleConfig())[COLD].interval_s == pytest.approx(60)
+
+
 def test_no_number_that_is_kept_makes_the_forecast_slow() -> None:
     rules = TierPolicy(keep_last=10**9)
     began_s = time.process_time()

@@ -48,6 +48,16 @@ def test_memory_container_and_network_filesystems_are_warned_about(
     assert verdicts(tmp_path)["filesystem"] == "ok"
 
 
+def test_a_mount_point_that_is_not_utf_8_does_not_stop_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_bytes(b"30 1 8:1 / / rw - ext4 /dev/sda1 rw\n31 30 8:2 / /m\xe9dia rw - xfs /dev/sdb1 rw\n")
+    monkeypatch.setattr(probe, "_MOUNTS", mounts)
+    found = [advice for advice in probe_directory("hot", tmp_path, is_hot=True) if advice.check == "filesystem"]
+    assert [advice.verdict for advice in found] == ["ok"]
+
+
 def test_probe_creates_nothing(tmp_path: Path) -> None:
     found = verdicts(tmp_path / "not" / "yet")
     assert found["directory"] == "ok", "its parent can be written"

@@ -96,9 +96,10 @@ async def test_a_run_whose_trainers_do_not_attach_again_is_lost_after_the_grace_
     assert life.state() is None
     await life.step(1)
     reason = (
-        "ranks 0-1 did not attach again after a restart of the daemon: killed, stopped by SIGSTOP, or ended while no "
+        "ranks 0-1 did not attach again after a restart of the daemon: killed, stopped by SIGSTOP, refused, or ended "
+        "while no daemon ran"
     )
-    assert life.rooms.memory.outcomes.state(RUN) == ("lost", reason + "daemon ran")
+    assert life.rooms.memory.outcomes.state(RUN) == ("lost", reason)
 
 
 async def test_a_lost_run_has_the_status_alarm_and_metric_of_a_killed_one(life: Life) -> None:
@@ -177,6 +178,23 @@ async def test_after_a_restart_only_a_bad_end_is_named(life: Life, outcome: str,
     assert life.state() == state, "at once"
     if state is not None:
         assert life.rooms.memory.outcomes.state(RUN) == (state, "its reason")
+
+
+async def test_the_grace_time_begins_when_the_record_was_read(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hot directory that hangs at the start keeps the trainers out too: each claims its generation there."""
+    life.attach()
+    await life.step()
+    read = module._read  # pyright: ignore[reportPrivateUsage]
+
+    def slow(path: Path) -> bytes | None:
+        life.now_s += RECONNECT_GRACE_S
+        return read(path)
+
+    monkeypatch.setattr(module, "_read", slow)
+    await life.daemon()
+    assert life.state() is None
+    await life.step(RECONNECT_GRACE_S)
+    assert life.state() == "lost"
 
 
 async def test_a_run_that_was_killed_stays_lost_over_restarts_for_a_day_and_no_longer(life: Life) -> None:

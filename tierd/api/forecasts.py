@@ -1,7 +1,8 @@
 """When the disks of the tiers will be full, and how often a checkpoint is due in each cold tier, for the status.
 
-Only runs that go on count: those with trainers here, and those whose next checkpoint is not overdue, such as runs of
-other nodes in a shared tier. Computed in a thread, and again after FORECAST_S, because the policy is simulated.
+Only runs that go on count: those with trainers here, and those whose next checkpoint is not overdue and whose trainers
+have not ended here, such as runs of other nodes in a shared tier. Another daemon copies the latter. Computed in a
+thread, and again after FORECAST_S, because the policy is simulated.
 """
 
 from __future__ import annotations
@@ -58,7 +59,14 @@ class Forecasts:
         context, now_s = self._context, self._context.monotonic_s()
         if self._reading is None and now_s - self._read_s >= FORECAST_S:
             attached = {run for run in context.memory.runs() if context.memory.present(run)}
-            runs = held(context.catalog, context.config)
+            outcomes = context.memory.outcomes.all_ranks()
+            ended = {run: generation for run, generation, _ in outcomes if run not in attached}
+            # What is of a newer generation, another node continues.
+            runs = [
+                run
+                for run in held(context.catalog, context.config)
+                if run.run not in ended or run.views[-1].id.generation > ended[run.run]
+            ]
             read = partial(_forecasts, runs, attached, free, on_hot_disk, context.now())
             self._reading, self._read_s = asyncio.get_running_loop().run_in_executor(None, read), now_s
         if (reading := self._reading) is not None:
@@ -82,10 +90,11 @@ def _forecasts(
     due_every_s: dict[str, float] = {}
     for tier, free_bytes in free.items() if runs or has_new else ():
         of_tier = [run for run in runs if run.tier == tier]
-        paces = [pace.interval_s for run in of_tier if (pace := pace_of(run.views)) is not None]
+        paces = {run.run: pace.interval_s for run in of_tier if (pace := pace_of(run.views)) is not None}
         is_known = len(paces) == len(of_tier) and not has_new
-        if tier != HOT and is_known:
-            due_every_s[tier] = round(1 / sum(1 / interval_s for interval_s in paces), 3)
+        copied = [run.run for run in of_tier if run.run in attached or HOT in run.views[-1].tiers]
+        if tier != HOT and is_known and copied:
+            due_every_s[tier] = round(1 / sum(1 / paces[run] for run in copied), 3)
         if free_bytes is not None and tier not in on_hot_disk:
             on_disk = [run for run in runs if run.tier == tier or (tier == HOT and run.tier in on_hot_disk)]
             full_at[tier] = _full_at(on_disk, free_bytes, now) if is_known else "unknown"

@@ -24,6 +24,7 @@ MONTH_S = 30 * 86400.0
 FULL_SOON_S = 6 * MONTH_S  # a disk that lasts longer is large enough
 _BISECTIONS = 10  # to 2 %
 _GOES_ON_INTERVALS = 3.0  # a run whose newest checkpoint is older has ended, or pauses
+_PACE_INTERVALS = 9  # a new cadence is the pace after five, and four pauses are ignored
 SIMULATED_MAX = 20_000  # checkpoints: one for each hour of two years; the daemon's event loop waits meanwhile
 _PERIODS_S = {"keep_hourly": 3600.0, "keep_daily": 86400.0, "keep_weekly": 7 * 86400.0}
 
@@ -181,12 +182,13 @@ def goes_on(views: Sequence[CheckpointView], now: datetime) -> bool:
     pace = pace_of(views)
     if pace is None:
         return False
-    newest_at = max(view.created_at for view in views if view.created_at is not None)
-    return (now - newest_at).total_seconds() <= _GOES_ON_INTERVALS * pace.interval_s
+    newest_at = next(view.created_at for view in reversed(views) if view.created_at is not None)
+    # A time far in the future is that of a wrong clock: until it comes, the run would seem to go on.
+    return abs((now - newest_at).total_seconds()) <= _GOES_ON_INTERVALS * pace.interval_s
 
 
 def pace_of(views: Sequence[CheckpointView]) -> Pace | None:
-    """By sequence, which also counts deleted checkpoints. The median ignores pauses of the training."""
+    """That of the newest, by sequence, which also counts deleted ones. The median ignores pauses of the training."""
     intervals_s: list[float] = []
     steps: list[float] = []
     for view, following in pairwise(views):
@@ -196,6 +198,7 @@ def pace_of(views: Sequence[CheckpointView]) -> Pace | None:
             continue
         intervals_s.append((following.created_at - view.created_at).total_seconds() / count)
         steps.append((following.id.step - view.id.step) / count)
+    intervals_s, steps = intervals_s[-_PACE_INTERVALS:], steps[-_PACE_INTERVALS:]
     if not intervals_s or median(intervals_s) <= 0:
         return None
     return Pace(median(intervals_s), max(1, round(median(steps))))

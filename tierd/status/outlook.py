@@ -31,7 +31,7 @@ def _disk(tier: TierReport) -> Iterator[str]:
     if tier.disk is None or tier.disk.verdict == "fits":
         return
     if tier.disk.full_at is None or tier.disk.full_in_s is None:
-        yield f"{tier.name}: full at an unknown time, until two checkpoints of each run have shown the pace"
+        yield f"{tier.name}: full at an unknown time, while not every run has two checkpoints that show its pace"
         return
     at = datetime.fromisoformat(tier.disk.full_at).strftime("%Y-%m-%d %H:%M")
     yield f"{tier.name} FULL at {at} UTC, in {duration(tier.disk.full_in_s)}, at this pace; docs/RUNBOOK.md#disk-full"

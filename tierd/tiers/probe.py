@@ -139,7 +139,7 @@ def filesystem_of(path: Path, mounts: str) -> str:
 
 
 def _filesystem(about: str, path: Path) -> Advice:
-    kind = filesystem_of(path.resolve(), _MOUNTS.read_text()) if _MOUNTS.exists() else ""
+    kind = filesystem_of(path.resolve(), _MOUNTS.read_text(errors="surrogateescape")) if _MOUNTS.exists() else ""
     if kind in _IN_MEMORY:
         what, hint = "memory: it is lost with the machine", "set hot.path to a local disk"
     elif kind in _OF_A_CONTAINER:

@@ -73,8 +73,9 @@ class AttachedRuns:
     async def run_once(self) -> bool:
         """Always succeeds: what cannot be read or written is logged once."""
         if self._began_s is None:
-            self._began_s = self._context.monotonic_s()
             await self._load()
+            # Not before: while hot hangs, no trainer can claim its generation there.
+            self._began_s = self._context.monotonic_s()
         self._give_up_awaited()
         self._forget_what_others_continue()
         self._records = {Run(record.run): record for record in (*self._awaited.values(), *self._of_outcomes())}
@@ -133,7 +134,7 @@ class AttachedRuns:
     def _lose(self, record: _Record) -> None:
         noun = "rank" if record.ranks.isdigit() else "ranks"
         ranks = f"{noun} {printable(record.ranks, TEXT_CHARS_MAX)}" if record.ranks else "they"
-        why = "killed, stopped by SIGSTOP, or ended while no daemon ran"
+        why = "killed, stopped by SIGSTOP, refused, or ended while no daemon ran"
         reason = f"{ranks} did not attach again after a restart of the daemon: {why}"
         lost = msgspec.structs.replace(record, state="lost", reason=reason, since=self._context.timestamp())
         log.warning("%s: %s", record.run, reason)
