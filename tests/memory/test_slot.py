@@ -48,12 +48,13 @@ def test_memory_that_is_not_sealed_against_shrinking_is_refused() -> None:
 
 def test_a_descriptor_that_is_not_a_memfd_is_refused_and_closed(disk_path: Path) -> None:
     (disk_path / "file").write_bytes(bytes(PAGE_BYTES))
-    for descriptor in (os.open(disk_path / "file", os.O_RDWR), os.open("/dev/zero", os.O_RDWR), os.pipe2(0)[0]):
+    pipe_read_end, pipe_write_end = os.pipe2(0)
+    for descriptor in (os.open(disk_path / "file", os.O_RDWR), os.open("/dev/zero", os.O_RDWR), pipe_read_end):
         with pytest.raises(BadRequest, match="not a memfd"):
             MappedSlot(descriptor, PAGE_BYTES)
         with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
             os.fstat(descriptor)
-    os.close(descriptor + 1)  # the other end of the pipe
+    os.close(pipe_write_end)
 
 
 def test_memory_of_a_large_slot_is_given_back_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
