@@ -108,13 +108,14 @@ def set_resume(training: Any, resume: str) -> None:
 
 
 def start_another(stage: Stage, resume: str = "auto") -> None:
-    """A run that nobody knows. `resume`: TIERD_RESUME in its environment."""
+    """A run that nobody knows, which ends normally. `resume`: TIERD_RESUME in its environment."""
     with Trainer() as other:
         other.apply(set_resume, resume)
         other.connect(stage.daemon.socket, run="another")
         other.restore()
         other.train(1)
         other.durable()
+        other.close()
 
 
 @pytest.mark.long

@@ -80,12 +80,19 @@ class Stage:
     def assert_cured(self, *remembered: str) -> None:
         """Nothing is wrong any more. `remembered`: alarms about what has happened, which end ten minutes later."""
 
-        def last_ones() -> set[str]:
+        lasting: set[str] = set()
+
+        def is_cured() -> bool:
             report = msgspec.convert(self.daemon.status(), StatusReport)
             later = alarms(report, datetime.now(UTC) + timedelta(seconds=RECENT_S))
-            return (named(self.daemon).keys() - set(remembered)) | {alarm.alert for alarm in later}
+            lasting.clear()
+            lasting.update((named(self.daemon).keys() - set(remembered)) | {alarm.alert for alarm in later})
+            return not lasting
 
-        wait_until(lambda: not last_ones(), "no alarm", NAMED_WITHIN_S)
+        try:
+            wait_until(is_cured, "no alarm", NAMED_WITHIN_S)
+        except AssertionError:
+            raise AssertionError(f"alarms that last: {', '.join(sorted(lasting))}") from None
         if not remembered:
             assert self.daemon.tierd("status", "--check").returncode == 0
 
