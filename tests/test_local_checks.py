@@ -15,9 +15,8 @@ from tests.support.policy import view
 from tests.support.waiting import wait_until
 from tierd import local_checks
 from tierd.catalog.catalog import Catalog
-from tierd.format.ids import checkpoint_id
+from tierd.format.ids import HOT, checkpoint_id
 from tierd.format.manifest import FileEntry, Manifest
-from tierd.lifecycle.policy import HOT
 from tierd.local_checks import clock, memlock, start_checks
 
 NOW = datetime(2026, 11, 27, 12, tzinfo=UTC)

@@ -11,8 +11,8 @@ from pathlib import Path
 from tierd.access import PRIVATE, Access
 from tierd.config.file import cache_folder
 from tierd.config.sections import ColdConfig, Config, LimitsConfig
+from tierd.format.ids import HOT
 from tierd.format.signature import Keyring
-from tierd.lifecycle.policy import HOT
 from tierd.tiers.cache import ManifestCache
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.probe import Advice, probe_exposure

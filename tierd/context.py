@@ -23,13 +23,12 @@ from tierd.config.sections import Config
 from tierd.copies import CopyRecords
 from tierd.format import wire
 from tierd.format.claim import Claim
-from tierd.format.ids import CheckpointId, Generation, Run
+from tierd.format.ids import HOT, CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.format.peers import NodeAddress, PeerAddress
 from tierd.format.signature import Keyring, SomeManifest
 from tierd.keys.peer_key import PeerKey
-from tierd.lifecycle.policy import HOT
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics

@@ -41,10 +41,9 @@ from tierd.descriptors import raise_descriptor_limit
 from tierd.errors import LockHeld, TierdError
 from tierd.format import layout, wire
 from tierd.format.digest import preferred
-from tierd.format.ids import Run, check_run
+from tierd.format.ids import HOT, Run, check_run
 from tierd.health.examiner import Examiner
 from tierd.keys.key_file import keyring_of
-from tierd.lifecycle.policy import HOT
 from tierd.local_checks import start_checks
 from tierd.loop_watchdog import LoopWatchdog
 from tierd.memory.snapshot_set import SnapshotSet

@@ -19,9 +19,10 @@ from tierd.catalog.catalog import Catalog
 from tierd.cgroup import memory_limit
 from tierd.cold_tier import exposed
 from tierd.config.sections import ColdConfig, Config
+from tierd.format.ids import HOT
 from tierd.format.manifest import Manifest
 from tierd.format.text import duration, size
-from tierd.lifecycle.policy import HOT, CheckpointView
+from tierd.lifecycle.policy import CheckpointView
 from tierd.tiers.probe import Advice, is_same_disk, probe_directory, probe_memory, probe_space
 
 log = logging.getLogger("tierd")

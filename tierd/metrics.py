@@ -23,6 +23,7 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from tierd import __version__
+from tierd.format.ids import HOT, MEMORY
 
 # Runs that have series of their own: those with trainers or slots, then those with the newest checkpoint.
 RUNS_MAX = 100
@@ -83,7 +84,7 @@ disable_created_metrics()
 class Metrics:
     """All series of one daemon. `tiers`: the names of hot and of the cold tiers; their series begin at 0."""
 
-    def __init__(self, registry: CollectorRegistry | None = None, *, tiers: Iterable[str] = ("hot",)) -> None:
+    def __init__(self, registry: CollectorRegistry | None = None, *, tiers: Iterable[str] = (HOT,)) -> None:
         registry = CollectorRegistry() if registry is None else registry
         self.registry = registry
         ProcessCollector(registry=registry)
@@ -366,7 +367,7 @@ class Metrics:
             for proof in PROOFS:
                 self.scrubbed_checkpoints_total.labels(tier, proof)
             self.restore_seconds.labels(tier)
-            if tier != "hot":
+            if tier != HOT:
                 self.replicate_seconds.labels(tier)
                 for reason in GIVEN_UP_REASONS:
                     self.copies_given_up_total.labels(tier, reason)
@@ -374,7 +375,7 @@ class Metrics:
                 self.bytes_total.labels(tier, direction)
         for direction in PEER_DIRECTIONS:
             self.peer_bytes_total.labels(direction)
-        self.restore_seconds.labels("memory")
+        self.restore_seconds.labels(MEMORY)
         for state in SLOT_STATES:
             self.slots.labels(state)
         for stage in STAGES:

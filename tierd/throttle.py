@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tierd.config.sections import DaemonConfig
-from tierd.format.ids import Run
-from tierd.lifecycle.policy import HOT
+from tierd.format.ids import HOT, Run
 from tierd.metrics import Metrics
 
 REPORT_S = 1.0  # how often a trainer reports how long its steps take

@@ -16,9 +16,12 @@ import msgspec
 from tierd.descriptors import close_all, sealed_memory
 from tierd.format import layout, wire
 from tierd.format.peers import NodeAddress, PeerAddress
+from tierd.format.text import listed
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
 from tierd_client.session import DaemonSession
+
+NODES_SHOWN = 8  # in a warning
 
 
 def partners(domains: Mapping[int, str]) -> dict[int, int]:
@@ -86,7 +89,7 @@ def _warn_of_lifecycles(lifecycles: Mapping[int, str]) -> None:
         log.warning(
             "tierd: the lifecycle in the config of %d of %d nodes differs from that of rank 0's node, which counts in "
             "cold tiers: the nodes of ranks %s",
-            len(others), len(lifecycles), _listed(others),
+            len(others), len(lifecycles), listed(others, NODES_SHOWN),
         )  # fmt: skip
 
 
@@ -97,12 +100,8 @@ def _warn_of_tls(peers: Mapping[int, PeerAddress]) -> None:
         log.warning(
             "tierd: %d of %d nodes have no peers.tls in their config, and the others read nothing from them: the nodes "
             "of ranks %s",
-            len(plain), len(peers), _listed(plain),
+            len(plain), len(peers), listed(plain, NODES_SHOWN),
         )  # fmt: skip
-
-
-def _listed(lowest: Sequence[int]) -> str:
-    return ", ".join(map(str, lowest[:8])) + (", …" if len(lowest) > 8 else "")
 
 
 def _warn_of_domains(domains: Mapping[int, str], *, nodes: int) -> None:

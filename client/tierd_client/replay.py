@@ -20,11 +20,11 @@ import torch
 
 from tierd.errors import BadConfig, NotFound
 from tierd.format import checksum
+from tierd.format.text import listed
 from tierd_client.client import Client
 from tierd_client.state.tensors import as_bytes
 from tierd_client.state.training_state import Captured, State
 
-NAMES_SHOWN_MAX = 5
 _NOT_DETERMINISTIC = re.compile(r"(\S+)[^,]*? does not have a deterministic implementation")
 
 Steps = Callable[[], Iterator[SupportsFloat | None]]
@@ -56,14 +56,12 @@ class Replay:
             return f"steps {self.step + 1} to {last} are the same, bit for bit, in two replays from step {self.step}"
         if self.differs_at is None:
             return f"steps {self.step + 1} to {last} are the same on this rank, and differ on another one"
-        shown = ", ".join(self.entries[:NAMES_SHOWN_MAX]) or "none"
-        more = len(self.entries) - NAMES_SHOWN_MAX
-        rest = f" and {more} more" if more > 0 else ""
+        shown = listed(self.entries) or "none"
         first, second = self.losses
         where = "right after the restore" if self.differs_at == self.step else f"after step {self.differs_at}"
         return (
             f"two replays from step {self.step} differ {where}: losses {first!r} and {second!r}; entries of the state "
-            f"that differ: {shown}{rest}. {self.reason}"
+            f"that differ: {shown}. {self.reason}"
         )
 
     @property

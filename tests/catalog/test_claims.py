@@ -19,9 +19,8 @@ from tierd.catalog.decisions import HaltReason, halted, pending, waiting
 from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.claim import Claim
-from tierd.format.ids import GENERATION_JUMP_MAX, CheckpointId, Generation, Rank, checkpoint_id
+from tierd.format.ids import GENERATION_JUMP_MAX, HOT, CheckpointId, Generation, Rank, checkpoint_id
 from tierd.format.signature import new_key, parse_keys
-from tierd.lifecycle.policy import HOT
 from tierd.workers.reaper import Reaper
 from tierd.workers.restorer import Restorer
 from tierd.workers.write_through import WriteThrough

@@ -229,7 +229,7 @@ def test_only_a_part_that_is_not_whole_is_no_reason_to_start_from_scratch(tmp_pa
         with connected(daemons, 4) as trainers:
             for error in refusals(trainers, "restore"):
                 assert isinstance(error, TierUnreachable)
-                assert "no node has the part with ranks 2, 3 of 4" in error.message
+                assert "no node has the part with ranks 2-3 of 4" in error.message
             assert together(trainers, "restore", resume="scratch", force=True) == [None] * 4
 
 

@@ -86,7 +86,7 @@ def test_any_node_assembles_the_same_bytes_from_any_division_into_nodes(ranks: l
     if len(parts) > 1:
         rest = [part for part in parts if part is not without]
         assert missing_ranks(rest) == without.ranks
-        with pytest.raises(Corrupt, match="ranks have no node file"):
+        with pytest.raises(Corrupt, match="no node file"):
             assemble(rest)
 
 
@@ -97,7 +97,7 @@ def test_any_node_assembles_the_same_bytes_from_any_division_into_nodes(ranks: l
         (node_file(2, 3, head=msgspec.structs.replace(HEAD, sequence=13)), "differ in sequence"),
         (node_file(2, 3, head=msgspec.structs.replace(HEAD, metrics={})), "differ in metrics"),
         (node_file(1, 2, 3), "rank 1 is in node-00001-of-00004.json and in another node file"),
-        (node_file(2), "1 ranks have no node file: 3"),
+        (node_file(2), "1 rank has no node file: 3"),
         (node_file(2, 3, head=msgspec.structs.replace(HEAD, world_size=5)), "differ in world_size"),
     ],
 )
@@ -214,7 +214,7 @@ def test_what_nodes_have_adopted_is_assembled_in_order_of_the_nodes() -> None:
     ]
     assert manifest.decode(assembled.encode(), where="cold", expect=CHECKPOINT) == assembled
     assert all(part.contradiction(assembled) == "" for part in parts)
-    with pytest.raises(Corrupt, match="1 ranks have no node file: 1"):
+    with pytest.raises(Corrupt, match="1 rank has no node file: 1"):
         assemble(parts[:-1])
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.policy import view
+from tierd.format.ids import HOT
 from tierd.lifecycle.backlog import give_up
-from tierd.lifecycle.policy import HOT, Action, CheckpointView
+from tierd.lifecycle.policy import Action, CheckpointView
 
 SIZE_BYTES = 10
 

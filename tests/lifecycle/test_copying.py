@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.support.policy import brief, by_replica, plan, view
 from tierd.config.sections import ColdPolicy, LifecycleConfig
-from tierd.lifecycle.policy import HOT, Action, copies, explain, lasting
+from tierd.format.ids import HOT
+from tierd.lifecycle.policy import Action, copies, explain, lasting
 
 DEFAULT = LifecycleConfig()
 BOTH = {"cold": True, "dr": True}

@@ -11,9 +11,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
-from tierd.format.ids import checkpoint_id
+from tierd.format.ids import HOT, checkpoint_id
 from tierd.lifecycle.forecast import GIB, Forecast, Held, forecast, full_in_s, goes_on
-from tierd.lifecycle.policy import HOT, CheckpointView, kept
+from tierd.lifecycle.policy import CheckpointView, kept
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 COLD = "cold"

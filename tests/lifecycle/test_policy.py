@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.policy import brief, by_replica, plan, sequences, view
 from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
-from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, explain, kept
+from tierd.format.ids import HOT
+from tierd.lifecycle.policy import Action, CheckpointView, Decision, explain, kept
 
 DEFAULT = LifecycleConfig()
 

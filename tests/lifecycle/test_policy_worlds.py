@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.support.policy import plan, sequences, view
 from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
-from tierd.format.ids import CheckpointId, Generation, Run, Step, checkpoint_id
-from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, kept
+from tierd.format.ids import HOT, CheckpointId, Generation, Run, Step, checkpoint_id
+from tierd.lifecycle.policy import Action, CheckpointView, Decision, kept
 
 Policy = TypeVar("Policy", bound=TierPolicy)
 

@@ -11,8 +11,7 @@ from tests.support.rooms import Rooms, rooms_at
 from tierd.errors import Corrupt, NotFound
 from tierd.format import layout
 from tierd.format.health import Diagnosis
-from tierd.format.ids import Rank
-from tierd.lifecycle.selection import MEMORY
+from tierd.format.ids import MEMORY, Rank
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.store import SnapshotStore
 from tierd.tiers.readable_tier import ReadableTier

@@ -11,9 +11,8 @@ from tests.support.simulation.schedule import make_schedule
 from tests.support.simulation.world import simulate
 from tierd.catalog.listing import next_sequence
 from tierd.format import layout
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import HOT, CheckpointId
 from tierd.format.manifest import Manifest
-from tierd.lifecycle.policy import HOT
 from tierd.tiers import checkpoint_copy
 from tierd.tiers.tier import Tier
 from tierd.workers.reaper import Reaper

@@ -14,9 +14,8 @@ import pytest
 from tests.support.simulation.nodes_world import place, simulate
 from tests.support.simulation.schedule import SEVERAL_NODES, make_nodes_schedule
 from tests.support.simulation.seeds import SeedOutcome, run_program, run_seeds
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import HOT, CheckpointId
 from tierd.format.node_file import NodeFile
-from tierd.lifecycle.policy import HOT
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.tiers import checkpoint_copy
 from tierd.tiers.tier import Tier

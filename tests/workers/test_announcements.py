@@ -25,10 +25,10 @@ from tierd.config.sections import ColdConfig, ColdPolicy, DaemonConfig, Lifecycl
 from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.adopted import merged
-from tierd.format.ids import CheckpointId, Run, checkpoint_id
+from tierd.format.ids import HOT, CheckpointId, Run, checkpoint_id
 from tierd.format.manifest import ADOPTED, Manifest
 from tierd.format.signature import Keyring, new_key
-from tierd.lifecycle.policy import HOT, Action
+from tierd.lifecycle.policy import Action
 from tierd.status.node_reports import awaited_report
 from tierd.tiers.tier import Tier
 from tierd.transfer.adopted_output import AdoptedOutput

@@ -16,8 +16,8 @@ from tierd.catalog.decisions import decisions, pending
 from tierd.descriptors import close_all
 from tierd.format import layout
 from tierd.format.health import Diagnosis
-from tierd.format.ids import Rank
-from tierd.lifecycle.policy import HOT, Action
+from tierd.format.ids import HOT, Rank
+from tierd.lifecycle.policy import Action
 from tierd.tiers.tier import Tier
 from tierd.workers.committer import HOME_S, LIST_MAX_S
 from tierd.workers.fetcher import Fetcher

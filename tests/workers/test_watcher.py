@@ -29,9 +29,8 @@ from tests.support.rooms import Rooms, rooms_at
 from tests.support.small_disk import small_disk
 from tierd.config.sections import ColdConfig, DaemonConfig, LifecycleConfig, TierPolicy, WatchConfig
 from tierd.format import layout
-from tierd.format.ids import Run, checkpoint_id
+from tierd.format.ids import HOT, Run, checkpoint_id
 from tierd.format.signature import new_key, parse_keys
-from tierd.lifecycle.policy import HOT
 from tierd.tiers.watch import FolderEvents
 from tierd.transfer import watched_folder
 from tierd.transfer.adopted_output import AdoptedOutput

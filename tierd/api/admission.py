@@ -32,10 +32,9 @@ from tierd.failpoints import failpoint
 from tierd.format import wire
 from tierd.format.audit import Action
 from tierd.format.claim import Claim
-from tierd.format.ids import GENERATION_SEEN_MAX, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
+from tierd.format.ids import GENERATION_SEEN_MAX, HOT, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
 from tierd.format.node_file import ranks_text
 from tierd.format.text import printable
-from tierd.lifecycle.policy import HOT
 from tierd.memory.slot import MappedSlot, SlotState
 from tierd.tiers.tier import Tier
 from tierd.workers.restorer import Restorer

@@ -16,9 +16,8 @@ from functools import partial
 
 from tierd.catalog.decisions import ROOM_CHECKPOINTS, held
 from tierd.context import DaemonContext
-from tierd.format.ids import Run
+from tierd.format.ids import HOT, Run
 from tierd.lifecycle.forecast import Held, full_in_s, goes_on, pace_of
-from tierd.lifecycle.policy import HOT
 from tierd.status.report import DiskForecast
 
 FORECAST_S = 60.0

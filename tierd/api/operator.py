@@ -24,12 +24,10 @@ from tierd.api.write_rates import WriteRates
 from tierd.catalog.decisions import halted, to_reap
 from tierd.catalog.entry import Entry
 from tierd.context import DaemonContext
-from tierd.format.ids import CheckpointId, Run, is_run, parse_name
+from tierd.format.ids import HOT, MEMORY, CheckpointId, Run, is_run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.format.text import printable, printable_json
-from tierd.lifecycle.policy import HOT
-from tierd.lifecycle.selection import MEMORY
 from tierd.memory.progress import Pause
 from tierd.memory.slot import SlotState
 from tierd.status.alarm_rules import alarms

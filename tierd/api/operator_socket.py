@@ -15,9 +15,8 @@ import tierd
 from tierd.descriptors import close_all, read_sealed, receive_packet
 from tierd.errors import BadRequest, DaemonUnreachable, Transient, from_kind
 from tierd.format import wire
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import HOT, MEMORY, CheckpointId
 from tierd.format.peers import ROSTER_BYTES_MAX, NodeAddress
-from tierd.lifecycle.policy import HOT
 from tierd.peer import connect_to_daemon
 
 WELCOME_TIMEOUT_S = 10.0  # a daemon that is silent for longer counts as hung, as for its trainers
@@ -38,7 +37,7 @@ def find_in_memory(
             step=checkpoint.step,
             generation=checkpoint.generation,
             milestone=None,
-            tier="memory",
+            tier=MEMORY,
             exclude=[],
             allow_unhealthy=True,  # the caller decides
         )

@@ -21,12 +21,11 @@ from tierd.config.sections import Config
 from tierd.context import DaemonContext
 from tierd.errors import NotFound, TierdError
 from tierd.format import layout
-from tierd.format.ids import Run, is_run, parse_name
+from tierd.format.ids import HOT, Run, is_run, parse_name
 from tierd.format.node_messages import HELD_MAX
 from tierd.format.peers import TIER_HEADER
 from tierd.keys.peer_certificate import make_certificate
 from tierd.keys.peer_key import PeerKey
-from tierd.lifecycle.policy import HOT
 from tierd.throttle import WriteThrottle
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.workers.inventory import durable_parts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import aiohttp
 import msgspec
 
-from tierd.lifecycle.policy import HOT
+from tierd.format.ids import HOT
 
 TIMEOUT_S = 2.0
 ANSWER_BYTES_MAX = 16 << 20

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from tierd.catalog.decisions import waiting
 from tierd.context import DaemonContext
-from tierd.lifecycle.policy import HOT
+from tierd.format.ids import HOT
 from tierd.status.node_reports import age_s
 from tierd.status.report import QueueReport
 

@@ -20,10 +20,9 @@ from tierd.context import DaemonContext
 from tierd.descriptors import close_all, sealed_memory
 from tierd.errors import NotFound, TierdError, Transient
 from tierd.format import wire
-from tierd.format.ids import Run
+from tierd.format.ids import PEER, Run
 from tierd.workers.inventory import inventory
 from tierd.workers.open_copy import open_copy
-from tierd.workers.peer_fetcher import PEER
 from tierd.workers.restorer import Restorer
 
 FINDS_MAX = 256  # pending at once, of all peers together

@@ -28,9 +28,8 @@ from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient, Wrong
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.audit import Action
-from tierd.format.ids import CheckpointId, Rank, Run, check_run, checkpoint_id
+from tierd.format.ids import MEMORY, CheckpointId, Rank, Run, check_run, checkpoint_id
 from tierd.format.text import printable
-from tierd.lifecycle.selection import MEMORY
 from tierd.memory.slot import MappedSlot
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.peer import process_state

@@ -11,11 +11,11 @@ from types import MappingProxyType
 
 from tierd.catalog.claims import Claims
 from tierd.catalog.entry import Entry, SentParts, TierKnowledge, deleted_in, view_of
-from tierd.format.ids import CheckpointId, Generation, Run
+from tierd.format.ids import HOT, CheckpointId, Generation, Run
 from tierd.format.layout import manifest_key, parse_key
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
-from tierd.lifecycle.policy import HOT, CheckpointView
+from tierd.lifecycle.policy import CheckpointView
 
 
 class Catalog:

@@ -13,13 +13,13 @@ from enum import StrEnum
 
 from tierd.catalog.catalog import Catalog
 from tierd.config.sections import Config, TierPolicy
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.format.layout import manifest_key
 from tierd.lifecycle import policy
 from tierd.lifecycle.backlog import give_up
 from tierd.lifecycle.everywhere import needed_parts
 from tierd.lifecycle.forecast import Forecast, Held, forecast, rules_by_tier
-from tierd.lifecycle.policy import HOT, Action, Decision
+from tierd.lifecycle.policy import Action, Decision
 from tierd.lifecycle.pressure import hot_deletions_for
 
 ROOM_CHECKPOINTS = 2  # one is written completely before an older one is evicted; one more while copies are given up

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tierd.format import layout
-from tierd.format.ids import CheckpointId, Generation, Run
+from tierd.format.ids import HOT, CheckpointId, Generation, Run
 from tierd.format.layout import parse_generation_key
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile, other_ranks_text
-from tierd.lifecycle.policy import HOT, CheckpointView
+from tierd.lifecycle.policy import CheckpointView
 
 NOT_LISTED_YET = "not listed yet"
 

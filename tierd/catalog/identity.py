@@ -23,7 +23,7 @@ import tierd
 from tierd.config.sections import Config
 from tierd.errors import BadConfig, Lost, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
-from tierd.lifecycle.policy import HOT
+from tierd.format.ids import HOT
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
 from tierd.tiers.tier_listing import Listing

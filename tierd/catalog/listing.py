@@ -17,9 +17,8 @@ from tierd.catalog.entry import NOT_LISTED_YET, SentParts
 from tierd.catalog.identity import Identities
 from tierd.errors import Corrupt, Foreign, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
-from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, Generation, Run
+from tierd.format.ids import GENERATION_SEEN_MAX, HOT, CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest
-from tierd.lifecycle.policy import HOT
 from tierd.tiers.pool import for_each
 from tierd.tiers.tier import CLAIMS_KEPT, Tier
 from tierd.tiers.tier_listing import Listing

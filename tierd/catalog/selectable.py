@@ -6,10 +6,9 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from tierd.catalog.catalog import Catalog
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.ids import HOT, MEMORY, CheckpointId, Run
 from tierd.format.layout import MANIFEST, parse_key
-from tierd.lifecycle.policy import HOT
-from tierd.lifecycle.selection import MEMORY, Candidate, Inventory, UnreadableReplica
+from tierd.lifecycle.selection import Candidate, Inventory, UnreadableReplica
 
 
 def selectable_replicas(

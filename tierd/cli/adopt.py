@@ -24,9 +24,8 @@ from tierd.cli.options import settings_of
 from tierd.config.sections import Config
 from tierd.errors import BadConfig
 from tierd.format.audit import Action
-from tierd.format.ids import check_run
+from tierd.format.ids import HOT, check_run
 from tierd.keys.key_file import keyring_of
-from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.watched import PRESETS, fitting
 from tierd.tiers.pool import ThreadPool
 from tierd.transfer import adoption

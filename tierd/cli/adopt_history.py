@@ -25,9 +25,9 @@ from tierd.config.sections import Config, WatchConfig
 from tierd.config.watches import watch_mistakes
 from tierd.errors import BadConfig, Full, NotFound, TargetNotEmpty, TierdError
 from tierd.format import audit
-from tierd.format.ids import Run
+from tierd.format.ids import HOT, Run
 from tierd.keys.key_file import keyring_of
-from tierd.lifecycle.policy import HOT, Action
+from tierd.lifecycle.policy import Action
 from tierd.lifecycle.watched import PRESETS, Listed, Preset, Verdicts, is_name, judge, misfit, nothing_fits, preset_of
 from tierd.transfer.adoption import adopted_id, check_one_node
 from tierd.transfer.atomic_output import clear_abandoned

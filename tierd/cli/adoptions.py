@@ -13,10 +13,9 @@ from tierd.cli.opened_tiers import OpenedTiers
 from tierd.config.sections import Config
 from tierd.errors import TargetNotEmpty
 from tierd.format.digest import preferred
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import HOT, CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.format.signature import Keyring
-from tierd.lifecycle.policy import HOT
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.run_lock import run_lock
 from tierd.tiers.tier import Tier

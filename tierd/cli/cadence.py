@@ -17,6 +17,7 @@ from tierd.cli.cadence_plot import plot
 from tierd.cli.console import duration, print_json, print_result, table
 from tierd.cli.options import settings_of
 from tierd.errors import BadConfig
+from tierd.format.ids import HOT, MEMORY
 from tierd.lifecycle.cadence import Costs, Outcome, check_count, daly_s, gpus_mtbf_s, outcome, young_s
 from tierd.status.report import CostReport, CostsReport
 
@@ -89,8 +90,8 @@ def cadence(
     mtbf_s = _mtbf_s(sources, gpus, gpu_mtbf_days, mtbf_hours, failures, in_hours)
     is_complete = None not in (save_s, restart_s) and (not node_loss_share or None not in (node_restart_s, lag_s))
     measured = CostsReport() if is_complete else _measured(context)
-    memory, cold = measured.restore.get("memory"), {
-        tier: cost for tier, cost in measured.restore.items() if tier not in ("memory", "hot")
+    memory, cold = measured.restore.get(MEMORY), {
+        tier: cost for tier, cost in measured.restore.items() if tier not in (MEMORY, HOT)
     }  # fmt: skip
     save_s = _number(sources, "save_s", "--save-s", save_s, measured.stall, "snapshot() of a rank")
     if save_s is None:

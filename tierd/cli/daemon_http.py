@@ -23,8 +23,7 @@ import msgspec
 from tierd.config.sections import Config
 from tierd.errors import DaemonUnreachable, NotFound, TierdError
 from tierd.format import layout
-from tierd.format.ids import CheckpointId
-from tierd.lifecycle.selection import MEMORY
+from tierd.format.ids import HOT, MEMORY, CheckpointId
 from tierd.status.checkpoint_report import CheckpointReport, CheckpointRow
 from tierd.status.report import LOOK_S, HolderReport, StatusReport
 from tierd.tiers.lock import locked_by
@@ -72,7 +71,7 @@ def find(config: Config, *, is_fresh: bool = False, with_nodes: bool = False) ->
     status = _get(config, address, path, StatusReport, timeout_s=timeout_s)
     if is_fresh:
         status = _get(config, address, "/api/v1/status?fresh=1", StatusReport, timeout_s=LOOK_S + TIMEOUT_S)
-    hot = next((tier.url for tier in status.tiers if tier.name == "hot"), "")
+    hot = next((tier.url for tier in status.tiers if tier.name == HOT), "")
     if Path(hot.removeprefix("file://")).resolve() != config.hot_path.resolve():
         raise DaemonUnreachable(
             f"ask the daemon of {config.hot_path} at {address}: what answers there has {hot or 'no hot tier'}",

@@ -18,7 +18,7 @@ from tierd.cli.console import print_note, table
 from tierd.cli.demo_run import RUN, DemoRun, event_row
 from tierd.config.file import load
 from tierd.format import layout, text
-from tierd.format.ids import parse_name
+from tierd.format.ids import PEER, parse_name
 
 TRAINER = "tierd_client.examples.train_gpt"
 EVERY = 5  # steps between snapshots
@@ -100,7 +100,7 @@ class NodesDemo(DemoRun):
         self._start_daemon(spare)
         self._train(self._losses)
         step, tier = self._wait_resumed(spare.trainer)
-        source = "the copy on its peer" if tier == "peer" else tier
+        source = "the copy on its peer" if tier == PEER else tier
         return [*event_row("node c and its disk lost", source, step, reached - step, began_s, self._read_from_bucket())]
 
     def _lose_all(self) -> list[str]:

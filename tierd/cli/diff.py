@@ -24,9 +24,10 @@ from tierd.cli.replicas import Replicas
 from tierd.config.sections import Config
 from tierd.errors import BadConfig, Unsupported
 from tierd.format.boxes import common_runs
+from tierd.format.ids import AUTO
 from tierd.format.shard import DTYPE_BYTES, Shard
 from tierd.format.whole import Part, WholeTensor, whole_tensors
-from tierd.lifecycle.selection import AUTO, CheckpointQuery
+from tierd.lifecycle.selection import CheckpointQuery
 from tierd.tiers.store import Progress
 from tierd.transfer.verified_reader import VerifiedReader
 

@@ -28,8 +28,8 @@ from tierd.cold_tier import exposed
 from tierd.config import file as config_file
 from tierd.config.sections import ColdConfig, Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierdError, TierUnreachable
+from tierd.format.ids import HOT
 from tierd.keys.key_file import keyring_of
-from tierd.lifecycle.policy import HOT
 from tierd.local_checks import clock, limits, no_cold, same_disk, sizes, socket
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.probe import Advice, probe_directory, problem_of

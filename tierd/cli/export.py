@@ -27,10 +27,11 @@ from tierd.cli.restore import resolve_target, restore_to
 from tierd.descriptors import close_all, open_all, read_all
 from tierd.errors import BadConfig, Corrupt, NotFound, TierdError
 from tierd.format import checksum, flat_file
+from tierd.format.ids import AUTO
 from tierd.format.manifest import Manifest
 from tierd.format.shard import Shard, read_header
+from tierd.format.text import listed
 from tierd.format.whole import AssembledFile, WholeFile, WholeTensor, split, whole_tensors
-from tierd.lifecycle.selection import AUTO
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import Source
 from tierd.transfer.assembled import fill_from
@@ -213,8 +214,7 @@ def _flat_file(
     file = flat_file.assemble(by_name, parameters, manifest.step, where=where)
     held = {tensor.name for tensor in file.tensors} | {each.step for each in parameters}
     if left_out := sorted(by_name.keys() - held):
-        more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
-        print_note(f"tierd: not in the flat file: {', '.join(left_out[:5])}{more}")
+        print_note(f"tierd: not in the flat file: {listed(left_out)}")
     return file
 
 

@@ -21,6 +21,7 @@ from tierd.config.sections import Config
 from tierd.errors import BadConfig, Corrupt, Unsupported
 from tierd.format import flat_file
 from tierd.format.flat_file import Parameter
+from tierd.format.text import listed
 from tierd.format.whole import WholeTensor, whole_in
 from tierd.lifecycle.selection import CheckpointQuery
 from tierd.transfer.foreign_file import ForeignFile, created_at
@@ -124,8 +125,7 @@ async def _check_counts(
 
 def _report_taken(names: set[str], trees: Sequence[Any], template: str) -> None:
     """Says what the flat file lacks and the template gave."""
-    shown = sorted(names)
-    tensors = [", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")] if shown else []
+    tensors = [listed(sorted(names))] if names else []
     sections = sorted(name for name in trees[0] if name not in ("model", "optimizer"))
     if taken := [*sections, *tensors]:
         print_note(f"tierd: from {template}, not from the file: {'; '.join(taken)}")

@@ -32,10 +32,9 @@ from tierd.config.sections import Config
 from tierd.errors import BadConfig, BadRequest, Corrupt, DaemonUnreachable, LockHeld, TargetNotEmpty
 from tierd.format.audit import Action
 from tierd.format.digest import preferred
-from tierd.format.ids import CheckpointId, Run, check_run
+from tierd.format.ids import HOT, CheckpointId, Run, check_run
 from tierd.format.manifest import Manifest
 from tierd.keys.key_file import keyring_of
-from tierd.lifecycle.policy import HOT
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.run_lock import run_lock
 from tierd.tiers.tier import Tier

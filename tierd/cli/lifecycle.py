@@ -14,9 +14,8 @@ from tierd.cli import options
 from tierd.cli.console import duration, print_json, print_note, print_result, size, table
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import settings_of
-from tierd.format.ids import check_run
+from tierd.format.ids import HOT, check_run
 from tierd.lifecycle.forecast import GIB, Forecast
-from tierd.lifecycle.policy import HOT
 from tierd.status.lifecycle_report import lifecycle_report
 
 

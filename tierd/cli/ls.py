@@ -20,9 +20,9 @@ from tierd.cli.console import age, duration, metrics_line, print_json, print_not
 from tierd.cli.opened_tiers import PARTIAL, open_tiers
 from tierd.cli.options import check_tier, settings_of
 from tierd.errors import BadConfig
-from tierd.format.ids import check_run
+from tierd.format.ids import MEMORY, check_run
 from tierd.format.manifest import NOT_FINITE
-from tierd.lifecycle.selection import MEMORY, CheckpointQuery
+from tierd.lifecycle.selection import CheckpointQuery
 from tierd.status.checkpoint_report import CheckpointRow, checkpoint_rows
 from tierd.status.report import LOOK_S, tiers_text
 

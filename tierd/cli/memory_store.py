@@ -14,7 +14,7 @@ from tierd.config.sections import Config
 from tierd.descriptors import close_all, read_all
 from tierd.errors import Corrupt, NotFound, TierdError
 from tierd.format import layout
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import MEMORY, CheckpointId
 from tierd.format.manifest import decode
 from tierd.tiers.store import Source
 
@@ -35,7 +35,7 @@ class DescriptorStore:
     """Owns the descriptors from here on. Raises Corrupt when they do not fit the manifest."""
 
     def __init__(self, raw: bytes, descriptors: Sequence[int], checkpoint: CheckpointId) -> None:
-        self.manifest = decode(raw, where="memory", expect=checkpoint)
+        self.manifest = decode(raw, where=MEMORY, expect=checkpoint)
         if len(descriptors) != len(self.manifest.files):
             raise Corrupt(f"read {checkpoint} in memory: {len(descriptors)} of {len(self.manifest.files)} files sent")
         self._raw = raw

@@ -24,6 +24,7 @@ from tierd.errors import BadConfig, Incomplete, NotFound
 from tierd.format import layout
 from tierd.format.audit import Action
 from tierd.format.ids import CheckpointId, check_run
+from tierd.format.text import listed
 from tierd.lifecycle.selection import LISTED_MAX, CheckpointQuery, select
 
 _INCOMPLETE_HINT = (
@@ -89,11 +90,13 @@ async def unmark(
         found = [entry for entry in found if name in entry.all_milestones]
     if not found:
         names = sorted({each for entry in tiers.catalog.entries(of_run) for each in entry.all_milestones})
-        hint = f"milestones: {', '.join(names[:LISTED_MAX])}" if names else "`tierd ls` shows milestones"
+        hint = f"milestones: {listed(names, LISTED_MAX)}" if names else "`tierd ls` shows milestones"
         raise NotFound(f"remove the milestone {name}: no checkpoint has it", hint=hint)
     if len(found) > 1:
-        several = ", ".join(str(entry.id) for entry in found[:LISTED_MAX])
-        raise BadConfig(f"remove the milestone {name}: {several} have it", hint="--run, --step and --generation choose")
+        raise BadConfig(
+            f"remove the milestone {name}: {listed([entry.id for entry in found], LISTED_MAX)} have it",
+            hint="--run, --step and --generation choose",
+        )
     (entry,) = found
     check_signable(entry, config, f"remove the milestone {name} of {entry.id}")
     names = []

@@ -21,13 +21,12 @@ from tierd.config.file import run_proof
 from tierd.config.sections import Config
 from tierd.errors import BadConfig, Corrupt, Incomplete, NotFound, TierdError, TierUnreachable, Unhealthy
 from tierd.format import layout
-from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.ids import AUTO, HOT, CheckpointId, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile, assemble, milestones, missing_ranks, ranks_text
 from tierd.format.node_messages import HELD_MAX
 from tierd.format.peers import HeldPart, NodeAddress, NodeParts
-from tierd.lifecycle.policy import HOT
-from tierd.lifecycle.selection import AUTO, Candidate, CheckpointQuery, Inventory, select, with_run
+from tierd.lifecycle.selection import Candidate, CheckpointQuery, Inventory, select, with_run
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.tier import Tier

@@ -21,8 +21,8 @@ from tierd.cli.options import Settings, check_tier
 from tierd.cold_tier import open_cold_tier
 from tierd.config.sections import ColdConfig, Config
 from tierd.errors import BadConfig, Corrupt, TierdError, TierUnreachable
+from tierd.format.ids import HOT
 from tierd.keys.key_file import keyring_of
-from tierd.lifecycle.policy import HOT
 from tierd.lifecycle.selection import CheckpointQuery
 from tierd.status.report import foreign_sentences
 from tierd.tiers.directory import DirectoryStore

@@ -11,9 +11,8 @@ import typer
 from tierd.config import file as config_file
 from tierd.config.sections import Config
 from tierd.errors import BadConfig
-from tierd.format.ids import check_run
-from tierd.lifecycle.policy import HOT
-from tierd.lifecycle.selection import AUTO, CheckpointQuery
+from tierd.format.ids import AUTO, HOT, check_run
+from tierd.lifecycle.selection import CheckpointQuery
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")]

@@ -33,9 +33,9 @@ from tierd.config.sections import Config
 from tierd.context import DaemonContext
 from tierd.errors import BadConfig, Retained, TierdError
 from tierd.format import audit, layout, wire
-from tierd.format.ids import CheckpointId, Run, check_run
+from tierd.format.ids import HOT, CheckpointId, Run, check_run
 from tierd.keys.key_file import keyring_of
-from tierd.lifecycle.policy import HOT, Action, Decision
+from tierd.lifecycle.policy import Action, Decision
 from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
 from tierd.status.incidents import Incidents

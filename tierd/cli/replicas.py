@@ -18,8 +18,9 @@ from tierd.cli.memory_store import ask_memory
 from tierd.config.sections import Config
 from tierd.errors import Corrupt, TierdError
 from tierd.format import layout
+from tierd.format.ids import AUTO, MEMORY
 from tierd.format.manifest import Manifest
-from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Inventory, select
+from tierd.lifecycle.selection import CheckpointQuery, Inventory, select
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.tier import Tier
 from tierd.transfer.atomic_output import AtomicOutput

@@ -31,9 +31,9 @@ from tierd.config.sections import Config
 from tierd.errors import BadConfig, DaemonUnreachable, TierdError, Unsupported
 from tierd.format import layout
 from tierd.format.health import Diagnosis
-from tierd.format.ids import CheckpointId, check_run
+from tierd.format.ids import AUTO, MEMORY, CheckpointId, check_run
 from tierd.format.manifest import Manifest, encode_marker
-from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery
+from tierd.lifecycle.selection import CheckpointQuery
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.tier import Tier

@@ -18,8 +18,7 @@ from tierd.config.file import run_proof
 from tierd.config.sections import Config
 from tierd.errors import EXIT_HALTED, Transient
 from tierd.format import wire
-from tierd.format.ids import Run, check_run, checkpoint_id
-from tierd.lifecycle.policy import HOT
+from tierd.format.ids import HOT, Run, check_run, checkpoint_id
 from tierd.status.report import RunReport
 
 POLL_INTERVAL_S = 0.2

@@ -15,8 +15,9 @@ from tierd.cli.note import NotedCheckpoint, note_line, notes_of
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
 from tierd.errors import BadConfig, NotFound
+from tierd.format.ids import AUTO, MEMORY
 from tierd.format.text import counted
-from tierd.lifecycle.selection import AUTO, MEMORY, select
+from tierd.lifecycle.selection import select
 from tierd.status.checkpoint_report import CheckpointReport, checkpoint_report, checkpoint_rows, read_diagnosis
 from tierd.status.report import tiers_text
 

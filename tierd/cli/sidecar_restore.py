@@ -15,8 +15,7 @@ from tierd.cli.opened_tiers import OpenedTiers
 from tierd.cli.sidecars import SidecarVersion, Stored, stored_sidecars, write_newest, written_lines
 from tierd.errors import TierdError
 from tierd.format.ids import Run
-
-_NAMES_SHOWN = 5
+from tierd.format.text import listed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,9 +51,8 @@ class SidecarRestore:
             lines = written_lines(self.written, self.into) or [f"no sidecar file of {run} is in these tiers"]
             print_note(*(f"tierd: {line}" for line in lines))
         elif self.names:
-            more = f" and {len(self.names) - _NAMES_SHOWN} more" if len(self.names) > _NAMES_SHOWN else ""
             where = f" --tier {self.tier}" if self.tier else f" --from {shlex.quote(self.place)}" if self.place else ""
             print_note(
-                f"tierd: {run} has files beside its checkpoints: {', '.join(self.names[:_NAMES_SHOWN])}{more}; "
+                f"tierd: {run} has files beside its checkpoints: {listed(self.names)}; "
                 f"`tierd sidecars --run {run}{where} --into FOLDER` gives them back, and replaces none"
             )

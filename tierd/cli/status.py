@@ -25,10 +25,9 @@ from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
 from tierd.cli.roster_table import print_roster
 from tierd.errors import BadConfig, DaemonUnreachable, TierdError
-from tierd.format.ids import Run
+from tierd.format.ids import HOT, Run
 from tierd.format.node_file import ranks_text
 from tierd.format.text import counted
-from tierd.lifecycle.policy import HOT
 from tierd.status.alarm import Severity
 from tierd.status.alarm_rules import alarms
 from tierd.status.disks import free_bytes, on_disk_of

@@ -23,8 +23,7 @@ from tierd.cli.options import check_tier, parse_query, settings_of
 from tierd.config.sections import Config
 from tierd.errors import BadConfig, Corrupt, Foreign, NewerFormat, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
-from tierd.format.ids import CheckpointId
-from tierd.lifecycle.policy import HOT
+from tierd.format.ids import HOT, CheckpointId
 from tierd.lifecycle.selection import CheckpointQuery, with_run
 from tierd.tiers.store import Progress
 from tierd.transfer.repair import Repair, repair_replica

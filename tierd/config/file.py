@@ -33,7 +33,7 @@ from tierd.config.sections import (
 )
 from tierd.config.watches import watch_mistakes
 from tierd.errors import BadConfig
-from tierd.format.ids import is_run
+from tierd.format.ids import HOT, is_run
 from tierd.format.run_secret import VARIABLE, proof_of
 from tierd.systemd import Systemd
 
@@ -357,7 +357,7 @@ def _split_url(url: str) -> SplitResult:
 
 def _shared_places(config: Config) -> Iterator[_Mistake]:
     """Of two tiers that share a place, one replica would be counted twice."""
-    directories = {"hot": config.hot_path}
+    directories = {HOT: config.hot_path}
     buckets: dict[tuple[str, str], str] = {}
     for cold in config.cold:
         if [other.name for other in config.cold].count(cold.name) > 1:

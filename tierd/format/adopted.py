@@ -16,6 +16,7 @@ import msgspec
 from tierd.errors import Corrupt, NewerFormat, Unsupported
 from tierd.format import layout
 from tierd.format.manifest import FileEntry, Manifest
+from tierd.format.text import listed
 
 FORMAT_VERSION = 1
 TREE_FILE = "adopted.json"
@@ -26,7 +27,6 @@ DEPTH_MAX = 64
 MODIFIED_NS_MAX = (1 << 63) - 1  # the year 2262
 MODE_MASK = 0o777  # no set-user-ID: a bucket must not be able to ask for it
 _STORED_CHARS_MAX = 150
-_NAMED_MAX = 5  # paths in a message
 
 
 class TreeEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -182,11 +182,9 @@ def merged(trees: Mapping[int, AdoptedTree], manifest: Manifest) -> AdoptedTree:
                 newer = msgspec.structs.replace(other, modified_ns=entry.modified_ns)
                 kept[entry.path] = (other_node, newer)
     if conflicts:
-        named = [f"{ascii(path)[1:-1]} (nodes {one} and {two})" for path, (one, two) in list(conflicts.items())]
-        more = f" and {len(named) - _NAMED_MAX} more" if len(named) > _NAMED_MAX else ""
+        named = [f"{ascii(path)[1:-1]} (nodes {one} and {two})" for path, (one, two) in conflicts.items()]
         raise Unsupported(
-            f"merge the folders of the {len(trees)} nodes of {manifest.id}: they differ in "
-            f"{', '.join(named[:_NAMED_MAX])}{more}",
+            f"merge the folders of the {len(trees)} nodes of {manifest.id}: they differ in {listed(named)}",
             hint="--node N restores the folder of one node as it was",
         )
     entries = sorted((entry for _, entry in kept.values()), key=lambda entry: entry.path.split("/"))

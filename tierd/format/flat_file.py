@@ -17,6 +17,7 @@ import msgspec
 
 from tierd.errors import Corrupt, Unsupported
 from tierd.format.tagged import Json
+from tierd.format.text import listed
 from tierd.format.whole import AssembledFile, WholeTensor, whole_in
 
 HEADER = struct.Struct("<ii")
@@ -93,7 +94,7 @@ def parameters_of(
     if unknown := [name for name in names if name not in prefixes]:
         raise Unsupported(
             f"read {where} as a flat file: its optimizer has no parameter {unknown[0]}",
-            hint=f"its parameters are {', '.join([*prefixes][:5])}{', …' if len(prefixes) > 5 else ''}",
+            hint=f"its parameters are {listed([*prefixes])}",
         )
     if names and (left_out := [name for name in prefixes if name not in set(names)]):
         raise Unsupported(

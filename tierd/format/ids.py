@@ -1,4 +1,4 @@
-"""Ids of runs, checkpoints and ranks, and the order of checkpoints.
+"""Ids of runs, checkpoints and ranks, the order of checkpoints, and the names of tiers.
 
 A generation is a timeline. After a run goes back to step 500 and trains on, its newest checkpoint is the newest step
 of the newest generation. Recency is therefore (generation, step), not the step alone.
@@ -28,6 +28,12 @@ GENERATION_SEEN_MAX = 9 * 10**7  # a higher one is foreign: it would leave no nu
 GENERATION_JUMP_MAX = 1000  # starts of the run elsewhere that this daemon may not know of
 _RELEASED_MINUTES = 29_450_000  # 2025-12-29: a clock that was reset does not make what was claimed since foreign
 WORLD_SIZE_MAX = 1 << 20
+
+AUTO = "auto"  # as the tier of a request: any
+MEMORY = "memory"  # the snapshots that the daemon holds
+HOT = "hot"
+PEER = "peer"  # another node. As the tier of a request: each part that has a copy is read from the copy
+# Cold tiers have the names of the config.
 
 
 class CheckpointId(msgspec.Struct, frozen=True, order=False):

@@ -23,6 +23,7 @@ from tierd.format import layout
 from tierd.format.adopted import tree_file
 from tierd.format.ids import CheckpointId, Rank
 from tierd.format.manifest import FileEntry, Head, Manifest, check_files, decode_file
+from tierd.format.text import counted
 
 CLAIM_DIGITS = 32  # hexadecimal: 128 bits
 RANGES_SHOWN_MAX = 8
@@ -160,8 +161,10 @@ def assemble(node_files: Collection[NodeFile]) -> Manifest:
                 raise Corrupt(f"{action}: rank {rank} is in {part.name} and in another node file", hint=_HINT)
             files[rank] = entries
     if missing := missing_ranks(parts):
-        shown = ", ".join(map(str, missing[:8]))
-        raise Corrupt(f"{action}: {len(missing)} ranks have no node file: {shown}", hint=_HINT)
+        raise Corrupt(
+            f"{action}: {counted(len(missing), 'rank has', 'ranks have')} no node file: {ranks_text(missing)}",
+            hint=_HINT,
+        )
     return Manifest(**_head_fields(parts[0]), files=[entry for rank in sorted(files) for entry in files[rank]])
 
 

@@ -8,6 +8,7 @@ times and counts that people read have one form.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 TEXT_CHARS_MAX = 4096  # of one text that is shown: an error with its hint has some hundred characters
 CUT = "…"
@@ -42,6 +43,12 @@ def printable_json(encoded: bytes) -> str:
 def counted(count: int, noun: str, plural: str = "") -> str:
     """`1 run`, `2 runs`; with a plural of its own `1 step is`, `2 steps are`."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def listed(names: Sequence[object], names_max: int = 5) -> str:
+    """`a, b and 3 more`: at most `names_max` names."""
+    more = f" and {len(names) - names_max} more" if len(names) > names_max else ""
+    return ", ".join(map(str, names[:names_max])) + more
 
 
 def size(size_bytes: float) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tierd.format.ids import CheckpointId
-from tierd.lifecycle.policy import HOT, Action, CheckpointView, Decision, by_run
+from tierd.format.ids import HOT, CheckpointId
+from tierd.lifecycle.policy import Action, CheckpointView, Decision, by_run
 
 
 def give_up(waiting: Iterable[CheckpointView], sizes: Mapping[CheckpointId, int], to_free_bytes: int) -> list[Decision]:

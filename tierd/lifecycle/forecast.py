@@ -16,8 +16,8 @@ from statistics import median
 import msgspec
 
 from tierd.config.sections import LifecycleConfig, TierPolicy
-from tierd.format.ids import CheckpointId, Run, Step
-from tierd.lifecycle.policy import HOT, CheckpointView, by_run, kept, kept_forever
+from tierd.format.ids import HOT, CheckpointId, Run, Step
+from tierd.lifecycle.policy import CheckpointView, by_run, kept, kept_forever
 
 GIB = 1 << 30
 MONTH_S = 30 * 86400.0

@@ -15,9 +15,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from tierd.config.sections import LifecycleConfig, TierPolicy
-from tierd.format.ids import CheckpointId, Run
-
-HOT = "hot"
+from tierd.format.ids import HOT, CheckpointId, Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from tierd.format.ids import CheckpointId, Run
-from tierd.lifecycle.policy import HOT, Action, Decision
+from tierd.format.ids import HOT, CheckpointId, Run
+from tierd.lifecycle.policy import Action, Decision
 
 
 def hot_deletions_for(

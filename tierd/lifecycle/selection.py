@@ -21,11 +21,9 @@ from tierd.errors import (
     TierUnreachable,
     Unhealthy,
 )
-from tierd.format.ids import CheckpointId, Run
-from tierd.lifecycle.policy import HOT
+from tierd.format.ids import AUTO, HOT, CheckpointId, Run
+from tierd.format.text import listed
 
-AUTO = "auto"  # a query of any tier
-MEMORY = "memory"  # the tier of the snapshots that the daemon holds
 LISTED_MAX = 20  # names in a hint
 _PART_HINT = (
     "a cold tier has it whole once every node has copied its part there; a start of a training with tierd's client "
@@ -192,7 +190,8 @@ def with_run(query: CheckpointQuery, runs: Iterable[Run]) -> CheckpointQuery:
     if query.run is not None or not names:
         return query
     if len(names) > 1:
-        raise BadConfig(f"find {query}: there are {len(names)} runs", hint=f"--run takes one of {_shorten(names)}")
+        hint = f"--run takes one of {listed(names, LISTED_MAX)}"
+        raise BadConfig(f"find {query}: there are {len(names)} runs", hint=hint)
     return replace(query, run=names[0])
 
 
@@ -264,14 +263,10 @@ def _alternatives(query: CheckpointQuery, candidates: Sequence[Candidate]) -> st
     of_run = [candidate for candidate in candidates if candidate.id.run == query.run]
     if not of_run:
         runs = sorted({candidate.id.run for candidate in candidates})
-        return f"there are the runs {_shorten(runs)}" if runs else "`tierd status` says what each tier holds"
+        return f"there are the runs {listed(runs, LISTED_MAX)}" if runs else "`tierd status` says what each tier holds"
     if query.milestone is not None:
         names = sorted({name for candidate in of_run for name in candidate.milestones})
-        return f"milestones of the run: {_shorten(names)}" if names else "the run has no milestone"
+        return f"milestones of the run: {listed(names, LISTED_MAX)}" if names else "the run has no milestone"
     newest = sorted((candidate.id for candidate in of_run), key=lambda checkpoint: checkpoint.recency, reverse=True)
     steps = [f"{checkpoint.step} (generation {checkpoint.generation})" for checkpoint in newest[:8]]
     return f"the newest steps of the run: {', '.join(steps)}"
-
-
-def _shorten(names: Sequence[str]) -> str:
-    return ", ".join(names[:LISTED_MAX]) + (", …" if len(names) > LISTED_MAX else "")

@@ -19,6 +19,7 @@ from enum import Enum
 from tierd.config.sections import WatchConfig
 from tierd.errors import Corrupt, Unsupported
 from tierd.format import flat_file
+from tierd.format.text import listed
 
 # APPNOTE.TXT 4.3.15 and 4.3.16: the locator of the zip64 end, and the end. torch.save writes no comment after it.
 ZIP_LOCATOR = struct.Struct("<4sIQI")
@@ -26,7 +27,6 @@ ZIP_END = struct.Struct("<4s4H2IH")
 ZIP_TAIL_BYTES = ZIP_LOCATOR.size + ZIP_END.size
 ZIP64_END_BYTES = 56
 STEP_DIGITS_MAX = 12
-NAMED_MAX = 5  # names in a message
 # The times of a folder and of a file come from one clock, with ticks of 10 ms at most.
 FOLDER_SLACK_S = 0.1
 
@@ -352,7 +352,7 @@ def misfit(what: str, names: Mapping[str, bool], preset: Preset, *, hint: str = 
         return None
     fitting_names = sorted(name for name, is_folder in names.items() if fitting({name: is_folder}))
     return Unsupported(
-        f"{what}: {nothing_fits(preset)}; there is {', '.join(fitting_names[:NAMED_MAX])}",
+        f"{what}: {nothing_fits(preset)}; there is {listed(fitting_names)}",
         hint="this would fit: " + " or ".join(hint.format(name) for name in fits),
     )
 

@@ -14,8 +14,9 @@ from datetime import datetime
 from msgspec import UNSET
 
 from tierd.catalog.entry import NOT_LISTED_YET
+from tierd.format.ids import HOT, MEMORY
 from tierd.format.node_file import ranks_text
-from tierd.format.text import counted, duration, size
+from tierd.format.text import counted, duration, listed, size
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
 from tierd.status.alarm import Alarm, Severity
 from tierd.status.folder_reports import SidecarReport, WatchReport
@@ -97,8 +98,8 @@ def _is_over(failure: FailureReport, status: StatusReport, now: datetime) -> boo
     """Hot had no space, and has taken a later snapshot since."""
     if failure.stage not in ("persist", "audit") or failure.kind != "full":
         return False
-    parts = [run.nodes.parts.get("hot") for run in status.runs if run.nodes is not UNSET]
-    newest = [run.tiers.get("hot") for run in status.runs]
+    parts = [run.nodes.parts.get(HOT) for run in status.runs if run.nodes is not UNSET]
+    newest = [run.tiers.get(HOT) for run in status.runs]
     ages_s = [each.age_s for each in (*newest, *parts) if each is not None and each.age_s is not None]
     return min(ages_s, default=math.inf) < _age_s(failure, now)
 
@@ -146,8 +147,7 @@ def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[
             yield _alarm(alert, Severity(severity), what, runbook, command)
     for run, tier in dict.fromkeys((lost.run, lost.tier) for lost in status.lost):
         ids = [str(lost.id) for lost in status.lost if (lost.run, lost.tier) == (run, tier)]
-        more = f" and {len(ids) - LISTED_LOST} more" if len(ids) > LISTED_LOST else ""
-        what = f"LOST: {', '.join(ids[:LISTED_LOST])}{more} disappeared from {tier}, and tierd has not deleted them"
+        what = f"LOST: {listed(ids, LISTED_LOST)} disappeared from {tier}, and tierd has not deleted them"
         yield _alarm("TierdCheckpointsLost", CRITICAL, what, "checkpoints-lost", f"tierd ls --run {run}")
     for sentence in status.foreign:
         command = "tierd log --audit --since 24h"
@@ -162,8 +162,8 @@ def _df(status: StatusReport, failure: FailureReport) -> str:
 
 
 def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm]:
-    hot = next((tier for tier in status.tiers if tier.name == "hot"), None)
-    queue = next((each for each in status.queues if each.tier == "hot"), None)
+    hot = next((tier for tier in status.tiers if tier.name == HOT), None)
+    queue = next((each for each in status.queues if each.tier == HOT), None)
     if hot is None:
         return
     path = shlex.quote(hot.url.removeprefix("file://"))
@@ -186,14 +186,14 @@ def _of_tier(tier: TierReport, uptime_s: float) -> Iterator[Alarm]:
         return
     if tier.error and not tier.is_known:
         what = f"{tier.name} is NOT REACHABLE, so nothing that depends on it is deleted: {tier.error}"
-        if tier.name == "hot" or not tier.url.startswith("s3://"):
+        if tier.name == HOT or not tier.url.startswith("s3://"):
             yield _alarm("TierdHalted", WARNING, what, "tier-unreachable", f"tierd doctor --tier {tier.name}")
         else:
             yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", f"tierd doctor --tier {tier.name}")
 
 
 def _of_queue(queue: QueueReport, recent: list[FailureReport], now: datetime) -> Iterator[Alarm]:
-    if queue.tier == "hot":
+    if queue.tier == HOT:
         return
     replaced_s = queue.given_up_age_s.get("replaced", math.inf)
     if replaced_s < GIVEN_UP_RECENT_S and queue.checkpoints:  # else it has caught up
@@ -276,8 +276,8 @@ def _without_commit_s(run: RunReport) -> float:
     """How long the trainers that are attached have trained without a commit in hot, or on all nodes; 0 if it is not
     known."""
     nodes = None if run.nodes is UNSET else run.nodes
-    newest = [each for each in (run.tiers.get("hot"), nodes and nodes.everywhere) if each is not None]
-    durable = [tier for tier, each in run.tiers.items() if each is not None and tier != "memory"]
+    newest = [each for each in (run.tiers.get(HOT), nodes and nodes.everywhere) if each is not None]
+    durable = [tier for tier, each in run.tiers.items() if each is not None and tier != MEMORY]
     if not newest and (durable or (nodes is not None and nodes.parts)):
         return 0.0
     commit_s = min((each.age_s for each in newest if each.age_s is not None), default=None)

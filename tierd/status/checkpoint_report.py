@@ -12,11 +12,10 @@ from tierd.catalog.catalog import Catalog
 from tierd.catalog.entry import Entry
 from tierd.catalog.selectable import selectable_replicas
 from tierd.format.health import Diagnosis
-from tierd.format.ids import CheckpointId, Run, checkpoint_id
+from tierd.format.ids import HOT, MEMORY, CheckpointId, Run, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
-from tierd.lifecycle.policy import HOT
-from tierd.lifecycle.selection import MEMORY, Candidate
+from tierd.lifecycle.selection import Candidate
 from tierd.status.node_reports import PartReport, part_report, sent_report
 from tierd.tiers.readable_tier import ReadableTier
 

@@ -15,11 +15,9 @@ from msgspec import UNSET, UnsetType
 
 from tierd.catalog.catalog import Catalog
 from tierd.catalog.entry import sum_up_foreign
-from tierd.format.ids import CheckpointId, Run, checkpoint_id
+from tierd.format.ids import HOT, MEMORY, PEER, CheckpointId, Run, checkpoint_id
 from tierd.format.layout import parse_key
 from tierd.format.node_file import NodeFile
-from tierd.lifecycle.policy import HOT
-from tierd.lifecycle.selection import MEMORY
 from tierd.memory.progress import Pause
 from tierd.metrics import Metrics
 from tierd.status.alarm import Alarm
@@ -33,7 +31,7 @@ from tierd.status.node_reports import (
     newest_part_report,
     newest_report,
 )
-from tierd.status.work_at_risk import PEER, RiskReport, Source
+from tierd.status.work_at_risk import RiskReport, Source
 
 LOOK_S = 5.0  # how long the daemon's answer to a command waits for fresh listings of the tiers
 FOREIGN_LISTED_MAX = 50  # an attacker can write any number

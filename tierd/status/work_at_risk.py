@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
-MEMORY_AND_DISK = ("memory", "hot", "all nodes")  # lost with the node
-PEER = "peer"
+from tierd.format.ids import HOT, MEMORY, PEER
+
+MEMORY_AND_DISK = (MEMORY, HOT, "all nodes")  # lost with the node
 
 
 class Source(NamedTuple):

@@ -12,11 +12,10 @@ from collections.abc import Collection
 from tierd.config.sections import Config
 from tierd.errors import NotFound, TierdError
 from tierd.format import layout
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.format.node_file import NodeFile
 from tierd.format.peers import PeerAddress
 from tierd.format.signature import Keyring
-from tierd.lifecycle.policy import HOT
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.tier import Tier

@@ -15,8 +15,8 @@ import aiohttp
 
 from tierd.backoff import backoff_s
 from tierd.errors import Corrupt, NotFound, PeerRestarted, PeerUnreachable
+from tierd.format.ids import HOT
 from tierd.format.peers import TIER_HEADER, PeerAddress
-from tierd.lifecycle.policy import HOT
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.store import Progress, Source, check_key
 

@@ -15,10 +15,9 @@ from tierd.failpoints import failpoint
 from tierd.format import layout, tombstone
 from tierd.format.claim import Claim, decode_claim
 from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
-from tierd.format.ids import CheckpointId, Generation, Run
+from tierd.format.ids import HOT, CheckpointId, Generation, Run
 from tierd.format.manifest import Manifest, encode_marker
 from tierd.format.signature import Keyring
-from tierd.lifecycle.policy import HOT
 from tierd.tiers.cache import Fingerprint, ManifestCache
 from tierd.tiers.deletion import Deletion
 from tierd.tiers.readable_tier import ReadableTier

@@ -22,6 +22,7 @@ from typing import Any
 from tierd.access import PRIVATE, Access, others_can_write
 from tierd.errors import BadConfig, Full, LockHeld, TargetNotEmpty, TierdError
 from tierd.format.layout import PARTIAL_SUFFIX
+from tierd.format.text import listed
 from tierd.tiers.tree import FOLDER, closing_fd, make_folder
 
 _MARK = ".tierd-restore"  # marks a folder as made by tierd
@@ -117,8 +118,7 @@ def check_target(target: Path) -> None:
     if target.is_mount():
         raise BadConfig(f"write into {target}: it is a mount point", hint=f"name a folder in it: {target / 'restored'}")
     if entries := sorted(path.name for path in target.iterdir()):
-        shown = ", ".join(entries[:3]) + (", …" if len(entries) > 3 else "")
-        raise TargetNotEmpty(f"write into {target}: it holds {shown}", hint="name a new or empty directory")
+        raise TargetNotEmpty(f"write into {target}: it holds {listed(entries)}", hint="name a new or empty directory")
 
 
 def clear_abandoned(folder: Path, is_abandoned: Callable[[set[str]], bool]) -> list[str]:

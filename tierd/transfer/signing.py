@@ -18,10 +18,9 @@ from tierd.errors import Corrupt, Foreign, NewerFormat, NotFound, TierdError, Ti
 from tierd.format import layout
 from tierd.format.digest import preferred
 from tierd.format.health import MARKER_BYTES_MAX
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.format.manifest import FileEntry, Manifest, decode
 from tierd.format.signature import Keyring, without_signature
-from tierd.lifecycle.policy import HOT
 from tierd.tiers.chunks import differences, measure
 from tierd.tiers.tier import Tier
 

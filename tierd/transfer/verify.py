@@ -12,9 +12,8 @@ from enum import Enum
 
 from tierd.errors import Corrupt, Foreign, NotFound, TierUnreachable
 from tierd.format import layout
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import HOT, CheckpointId
 from tierd.format.manifest import FileEntry, Manifest
-from tierd.lifecycle.policy import HOT
 from tierd.tiers.chunks import differences, measure
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.store import Progress

@@ -12,9 +12,8 @@ import jinja2
 from markupsafe import Markup
 from msgspec import UNSET
 
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import MEMORY, CheckpointId
 from tierd.format.text import duration, printable, size
-from tierd.lifecycle.selection import MEMORY
 from tierd.status.checkpoint_report import CheckpointReport, CheckpointRow
 from tierd.status.lifecycle_report import PlannedAction
 from tierd.status.outlook import outlook

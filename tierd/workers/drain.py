@@ -15,10 +15,10 @@ from typing import Protocol
 from tierd.catalog.decisions import waiting
 from tierd.context import DaemonContext
 from tierd.errors import Transient
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import HOT, CheckpointId
 from tierd.format.layout import manifest_key
 from tierd.format.node_file import NodeFile
-from tierd.lifecycle.policy import HOT
+from tierd.format.text import listed
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.workers.restorer import PART_AWAITED_S
 from tierd.workers.worker import Wake
@@ -26,7 +26,6 @@ from tierd.workers.worker import Wake
 log = logging.getLogger("tierd")
 
 POLL_S = 1.0
-LISTED = 3  # names in a line of the log
 SEAL_TIMEOUT_S = 20.0  # how long it waits for ranks to seal a snapshot that is being staged
 
 
@@ -82,16 +81,12 @@ def _missing(context: DaemonContext, followers: Sequence[Follower], began_s: flo
     """What cold tiers should have and do not, as far as this daemon can change that, in words."""
     catalog = context.catalog
     texts = [
-        f"{tier} lacks {_listed(left)}"
+        f"{tier} lacks {listed(left)}"
         for tier, checkpoints in waiting(catalog, context.config).items()
         if (left := [str(each) for each in checkpoints if _is_awaited(context, tier, each)])
     ]
-    texts += [f"not copied yet: {_listed(left)}" for each in followers if (left := each.unfinished(began_s))]
+    texts += [f"not copied yet: {listed(left)}" for each in followers if (left := each.unfinished(began_s))]
     return "; ".join(texts)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} others" if len(names) > LISTED else "")
 
 
 def _is_awaited(context: DaemonContext, tier: str, checkpoint: CheckpointId) -> bool:

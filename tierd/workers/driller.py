@@ -14,7 +14,7 @@ from tierd.catalog.entry import Entry
 from tierd.catalog.listing import is_listed
 from tierd.context import DaemonContext
 from tierd.errors import Full, NotFound, TierdError, Transient
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.tiers.tier import Tier
 from tierd.transfer.drill import clear, drill
 
@@ -57,7 +57,7 @@ class Driller:
 
     async def _drill(self, tier: Tier, entry: Entry) -> bool:
         # Leave room for the next snapshots.
-        spare_bytes = 2 * max((manifest.size_bytes for manifest in self._catalog.manifests_in("hot")), default=0)
+        spare_bytes = 2 * max((manifest.size_bytes for manifest in self._catalog.manifests_in(HOT)), default=0)
         count_read = self._metrics.bytes_total.labels(tier=tier.name, direction="read").inc
         try:
             seconds = await drill(tier, entry.manifest, self._scratch, spare_bytes=spare_bytes, progress=count_read)

@@ -11,14 +11,13 @@ from heapq import nlargest
 from tierd.catalog.entry import Entry
 from tierd.context import DaemonContext
 from tierd.format import layout
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.ids import HOT, MEMORY, CheckpointId, Run
 from tierd.format.node_file import NodeFile
 from tierd.format.node_messages import COPIES_MAX, HELD_MAX, Held, HeldCheckpoint, Inventory
 from tierd.format.peers import HeldPart, NodeParts
 from tierd.format.text import printable
 from tierd.format.wire import DESCRIPTORS_MAX
-from tierd.lifecycle.policy import HOT
-from tierd.lifecycle.selection import MEMORY, CheckpointQuery
+from tierd.lifecycle.selection import CheckpointQuery
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.workers.restorer import Restorer
 

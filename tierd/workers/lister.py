@@ -16,11 +16,11 @@ from tierd.context import DaemonContext
 from tierd.errors import Foreign, Lost, TierUnreachable
 from tierd.format import layout
 from tierd.format.audit import Action
-from tierd.format.ids import CheckpointId, Run
-from tierd.lifecycle.policy import HOT, CheckpointView
+from tierd.format.ids import HOT, CheckpointId, Run
+from tierd.format.text import listed
+from tierd.lifecycle.policy import CheckpointView
 from tierd.tiers.tier import Tier
 
-NAMED_MAX = 5  # checkpoints in one message
 DELETION_S = 600.0  # what lacks only its manifest for less long may be in the middle of another daemon's deletion
 
 
@@ -129,9 +129,8 @@ class Lister:
         if not new:
             return
         self._context.metrics.lost_checkpoints_total.labels(tier=name).inc(len(new))
-        more = f" and {len(new) - NAMED_MAX} more" if len(new) > NAMED_MAX else ""
         error = Lost(
-            f"{', '.join(map(str, new[:NAMED_MAX]))}{more} disappeared from {name}; this daemon has not deleted them",
+            f"{listed(new)} disappeared from {name}; this daemon has not deleted them",
             hint="what hot still has is sent again; docs/RUNBOOK.md#checkpoints-lost",
         )
         self._context.incidents.record(self.name, error, new[0])

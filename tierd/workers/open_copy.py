@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
 from tierd.errors import Corrupt, NotFound, TierdError, Unhealthy
-from tierd.format.ids import Run, checkpoint_id
+from tierd.format.ids import HOT, Run, checkpoint_id
 from tierd.format.node_file import NodeFile
 from tierd.format.wire import Find
 from tierd.health.examiner import examine_files
-from tierd.lifecycle.policy import HOT
 from tierd.transfer.verify import verify_files
 from tierd.workers.restorer import OpenCheckpoint
 

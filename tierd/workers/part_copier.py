@@ -16,10 +16,9 @@ from datetime import timedelta
 from tierd.context import DaemonContext, Partner
 from tierd.errors import Corrupt, Full, NotFound, TierdError
 from tierd.format import layout, wire
-from tierd.format.ids import CheckpointId, Run
+from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.format.node_file import NodeFile, ranks_text
 from tierd.lifecycle.everywhere import needed_parts
-from tierd.lifecycle.policy import HOT
 from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.peer_store import PeerStore
 from tierd.tiers.readable_tier import ReadableTier

@@ -16,11 +16,9 @@ from tierd.context import DaemonContext
 from tierd.descriptors import close_all, read_all, reopen_read_only
 from tierd.errors import Corrupt, NotFound, TierUnreachable
 from tierd.format import layout
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import AUTO, HOT, CheckpointId
 from tierd.format.node_file import NodeFile
 from tierd.format.wire import Find
-from tierd.lifecycle.policy import HOT
-from tierd.lifecycle.selection import AUTO
 from tierd.workers.restorer import Restorer
 
 

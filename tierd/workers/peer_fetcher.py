@@ -35,7 +35,6 @@ from tierd.workers.fetcher import Fetcher, OnProgress, PeerFetches
 
 log = logging.getLogger("tierd")
 
-PEER = "peer"
 _FINGERPRINT = re.compile(r"([0-9a-f]{64})?")
 
 

@@ -28,8 +28,8 @@ from tierd.copies import Reason
 from tierd.errors import Corrupt, GivenUp, NotFound, Retained, TierdError
 from tierd.failpoints import failpoint
 from tierd.format import audit, layout
-from tierd.format.ids import CheckpointId, Run
-from tierd.lifecycle.policy import HOT, Action, Decision
+from tierd.format.ids import HOT, CheckpointId, Run
+from tierd.lifecycle.policy import Action, Decision
 from tierd.tiers.tier import Tier
 from tierd.workers.hot_space import MakeRoom, no_room
 from tierd.workers.recovery import clear_uncommitted

@@ -29,11 +29,11 @@ from tierd.errors import (
     Unsupported,
 )
 from tierd.format.bitmap import unpack_indexes
-from tierd.format.ids import CheckpointId, Generation, Run, Step, checkpoint_id, parse_name
+from tierd.format.ids import AUTO, MEMORY, CheckpointId, Generation, Run, Step, checkpoint_id, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile, as_part
 from tierd.format.wire import DESCRIPTORS_MAX, Find
-from tierd.lifecycle.selection import AUTO, MEMORY, CheckpointQuery, Selected, select_each
+from tierd.lifecycle.selection import CheckpointQuery, Selected, select_each
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.tiers.tier import Tier
 from tierd.workers.fetcher import Fetcher, OnProgress

@@ -10,8 +10,7 @@ from __future__ import annotations
 from tierd.context import DaemonContext
 from tierd.format import layout
 from tierd.format.audit import Action
-from tierd.format.ids import Run
-from tierd.lifecycle.policy import HOT
+from tierd.format.ids import HOT, Run
 from tierd.tiers.tier import Tier
 
 RUNS_AT_ONCE = 100  # in one pass: each costs a listing of every tier

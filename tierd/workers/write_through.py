@@ -18,11 +18,9 @@ from tierd.context import DaemonContext
 from tierd.errors import TierdError, TierUnreachable
 from tierd.format import wire
 from tierd.format.audit import Action
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import HOT, MEMORY, CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
-from tierd.lifecycle.policy import HOT
-from tierd.lifecycle.selection import MEMORY
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.store import SnapshotStore

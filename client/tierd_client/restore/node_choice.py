@@ -12,15 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.ids import AUTO, HOT, MEMORY, PEER, CheckpointId, checkpoint_id
+from tierd.format.node_file import ranks_text
 from tierd.format.node_messages import HeldCheckpoint
 from tierd.format.peers import PeerAddress
 from tierd.format.wire import DESCRIPTORS_MAX
-
-AUTO, MEMORY, HOT = "auto", "memory", "hot"
-PEER = "peer"
-"""The tier of what is read from another node. As a source: every part that has a copy is read from the copy."""
-RANKS_SHOWN = 8
 
 
 class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,5 +256,4 @@ def _id(run: str, held: HeldCheckpoint) -> CheckpointId:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:RANKS_SHOWN])) + (", …" if len(ranks) > RANKS_SHOWN else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranks_text(ranks)}"

@@ -18,16 +18,13 @@ import msgspec
 from tierd.descriptors import close_all
 from tierd.errors import Corrupt, DaemonUnreachable, NotFound, TierdError, TierUnreachable, Transient, Unhealthy
 from tierd.format import layout, wire
-from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.ids import AUTO, HOT, PEER, CheckpointId, checkpoint_id
 from tierd.format.node_file import NodeFile, assemble, decode_node_file
 from tierd.format.node_messages import HELD_MAX, HeldCheckpoint
 from tierd_client.log import log
 from tierd_client.nodes import is_lowest_of_node
 from tierd_client.ranks import Ranks
 from tierd_client.restore.node_choice import (
-    AUTO,
-    HOT,
-    PEER,
     NodeInventory,
     PassedOver,
     choose_parts,

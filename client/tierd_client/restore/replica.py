@@ -16,12 +16,11 @@ from tierd.descriptors import close_all
 from tierd.errors import Corrupt, NotFound, TierdError
 from tierd.format import layout, manifest, wire
 from tierd.format.bitmap import pack_indexes
-from tierd.format.ids import CheckpointId, Rank
+from tierd.format.ids import AUTO, MEMORY, CheckpointId, Rank
 from tierd.format.manifest import Manifest
 from tierd.format.shard import Shard
 from tierd_client.log import log
 from tierd_client.restore.load import ReadPlan, SourceFile, read_headers
-from tierd_client.restore.node_choice import MEMORY
 from tierd_client.session import DaemonSession
 from tierd_client.state.encoding import Json
 from tierd_client.state.rank_local import RankLocal
@@ -42,7 +41,7 @@ class RestoreRequest:
     step: int | None = None
     generation: int | None = None
     milestone: str | None = None
-    tier: str = "auto"
+    tier: str = AUTO
     allow_unhealthy: bool = False
 
     @classmethod

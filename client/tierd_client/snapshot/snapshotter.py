@@ -19,7 +19,7 @@ import tierd
 from tierd.cgroup import memory_limit
 from tierd.errors import BadRequest, SlotsBusy, TierdError, Transient, from_kind
 from tierd.format import layout, manifest, wire
-from tierd.format.ids import CheckpointId, checkpoint_id
+from tierd.format.ids import HOT, CheckpointId, checkpoint_id
 from tierd.format.peers import NodeAddress
 from tierd.format.shard import FORMAT_VERSION
 from tierd_client.generation import Generation
@@ -362,7 +362,7 @@ class Snapshotter:
             if shot is not None:
                 shot.failed(error, is_final=message.is_final)
         elif shot is not None:
-            shot.reached(message.tier if isinstance(message, wire.Replicated) else "hot")
+            shot.reached(message.tier if isinstance(message, wire.Replicated) else HOT)
 
     def on_attach(self) -> None:
         """A daemon that has restarted does not know its partner. A handle that is being waited for repeats its own

@@ -17,6 +17,7 @@ import torch
 
 from tierd.errors import Torn
 from tierd.format.shard import DTYPE_BYTES, HeaderOverflow, Layout, TensorSpec, plan_layout
+from tierd.format.text import listed
 from tierd_client.snapshot.copying import Copier, copy_each
 from tierd_client.snapshot.guards import Watch
 from tierd_client.snapshot.slot import Slot
@@ -24,7 +25,6 @@ from tierd_client.state.tensors import DTYPES, contiguous_strides
 from tierd_client.state.training_state import Captured
 
 _CPU = torch.device("cpu")
-NAMES_MAX = 5  # of the tensors that a message lists
 PREFAULT_WAIT_S = 60.0  # memory that takes longer is being swapped: the copy itself faults in the rest
 
 ByDevice = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
@@ -201,10 +201,8 @@ class Staging:
         if self.deferred and not self._is_started:
             raise Torn("copy the state: it was interrupted before every copy was started")
         if self.changed:
-            names = ", ".join(self.changed[:NAMES_MAX])
-            more = f" and {len(self.changed) - NAMES_MAX} more" if len(self.changed) > NAMES_MAX else ""
             raise Torn(
-                f"copy the state: {names}{more} changed in place before the copy was done",
+                f"copy the state: {listed(self.changed)} changed in place before the copy was done",
                 hint='call client.wait_staged() before such a change, or use staging="sync"',
             )
         self.mapping.numpy().data[: len(self._header)] = self._header

@@ -67,7 +67,7 @@ def test_the_newest_that_is_covered_comes_first_and_from_memory_where_it_is_ther
     source, passed_over = choose_parts(nodes, RUN)
     assert source == PartsSource(at(5), "memory")
     assert [each.checkpoint for each in passed_over] == [at(7)]
-    assert "no node has the part with ranks 2, 3 of 4" in passed_over[0].reason
+    assert "no node has the part with ranks 2-3 of 4" in passed_over[0].reason
 
 
 def test_a_newer_generation_is_newer_than_a_higher_step() -> None:
@@ -120,7 +120,7 @@ def test_parts_that_do_not_make_one_checkpoint_are_passed_over(second: HeldCheck
 def test_ranks_that_were_placed_elsewhere_are_named() -> None:
     source, (passed_over,) = choose_parts(two([part(5, [0, 2])], [part(5, [1, 3])]), RUN)
     assert (source, passed_over.is_covered) == (None, True)
-    assert "another node has the part with ranks 1, 2" in passed_over.reason
+    assert "another node has the part with ranks 1-2" in passed_over.reason
     fewer = [NodeInventory(ranks=[0], checkpoints=[part(5, [0, 1])]), two([], [part(5, [2, 3])])[1]]
     assert "now there are 3" in choose_parts(fewer, RUN)[1][0].reason
 

@@ -33,9 +33,8 @@ from tierd.errors import TierdError
 from tierd.format import layout
 from tierd.format.checksum import CHUNK_BYTES
 from tierd.format.health import Diagnosis
-from tierd.format.ids import Rank, checkpoint_id
+from tierd.format.ids import HOT, Rank, checkpoint_id
 from tierd.format.manifest import Manifest
-from tierd.lifecycle.policy import HOT
 from tierd.workers.reaper import Reaper
 from tierd.workers.recovery import recover
 
