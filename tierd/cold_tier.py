@@ -6,12 +6,10 @@ Also names the directories of tiers that other users can reach, for `tierd docto
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from tierd.access import PRIVATE, Access
 from tierd.config.file import cache_folder
 from tierd.config.sections import ColdConfig, Config, LimitsConfig
-from tierd.format.ids import HOT
 from tierd.format.signature import Keyring
 from tierd.tiers.cache import ManifestCache
 from tierd.tiers.directory import DirectoryStore
@@ -21,9 +19,7 @@ from tierd.tiers.tier import Tier
 
 def exposed(config: Config) -> Iterator[Advice]:
     """The directories of tiers that other users can reach."""
-    places = {HOT: config.hot_path}
-    places |= {cold.name: Path(cold.url[len("file://") :]) for cold in config.cold if cold.url.startswith("file://")}
-    for name, path in places.items():
+    for name, path in config.directories.items():
         yield from probe_exposure(name, path, config.access)
 
 
@@ -37,8 +33,7 @@ def open_cold_tier(
 ) -> Tier:
     """`on_request` gets (operation, outcome) of each attempt of a request to a bucket. `access`: of what is written
     into a directory. `keyring`: as of `Tier`."""
-    if config.url.startswith("file://"):
-        root = Path(config.url.removeprefix("file://"))
+    if (root := config.directory) is not None:
         timeout_s = 2 * limits.request_timeout_s
         store = DirectoryStore(root, max_write_mib_s=config.max_upload_mib_s, timeout_s=timeout_s, access=access)
         return Tier(config.name, store, limits=limits, keyring=keyring, deletes=config.deletes)

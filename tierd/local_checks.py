@@ -65,8 +65,7 @@ def no_cold(config: Config) -> Iterator[Advice]:
 
 
 def same_disk(cold: ColdConfig, config: Config) -> Iterator[Advice]:
-    path = Path(cold.url.removeprefix("file://"))
-    if cold.url.startswith("file://") and is_same_disk(path, config.hot_path):
+    if (path := cold.directory) is not None and is_same_disk(path, config.hot_path):
         message = f"{path} is on the same filesystem as hot: one dead disk takes both"
         yield Advice("disk", cold.name, "warning", message, "set its url to another disk, or to a bucket")
 

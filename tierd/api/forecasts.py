@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
 
-from tierd.catalog.decisions import ROOM_CHECKPOINTS, held
+from tierd.catalog.decisions import held
 from tierd.context import DaemonContext
 from tierd.format.ids import HOT, Run
 from tierd.lifecycle.forecast import Held, full_in_s, goes_on, pace_of
+from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
 from tierd.status.report import DiskForecast
 
 FORECAST_S = 60.0

@@ -20,9 +20,7 @@ from tierd.lifecycle.backlog import give_up
 from tierd.lifecycle.everywhere import needed_parts
 from tierd.lifecycle.forecast import Forecast, Held, forecast, rules_by_tier
 from tierd.lifecycle.policy import Action, Decision
-from tierd.lifecycle.pressure import hot_deletions_for
-
-ROOM_CHECKPOINTS = 2  # one is written completely before an older one is evicted; one more while copies are given up
+from tierd.lifecycle.pressure import ROOM_CHECKPOINTS, hot_deletions_for
 
 
 class HaltReason(StrEnum):
@@ -307,10 +305,14 @@ def to_give_up(catalog: Catalog, config: Config, free_bytes: int | None) -> list
     return give_up(waiting, sizes, to_free_bytes)
 
 
+def room_bytes(catalog: Catalog) -> int:
+    """The space in hot for the next checkpoints, each as large as the largest there."""
+    return ROOM_CHECKPOINTS * max((manifest.size_bytes for manifest in catalog.manifests_in(HOT)), default=0)
+
+
 def missing_room_bytes(catalog: Catalog, free_bytes: int | None) -> int:
-    """How much less than the room for the next two checkpoints is free in hot; 0 when that is free or not limited."""
-    largest_bytes = max((manifest.size_bytes for manifest in catalog.manifests_in(HOT)), default=0)
-    return 0 if free_bytes is None else max(0, ROOM_CHECKPOINTS * largest_bytes - free_bytes)
+    """How much less than `room_bytes` is free in hot; 0 when that is free or not limited."""
+    return 0 if free_bytes is None else max(0, room_bytes(catalog) - free_bytes)
 
 
 def _unreadable_runs(catalog: Catalog, tier: str) -> set[Run]:

@@ -196,8 +196,7 @@ def _sentence(report: Adopted) -> str:
 
 def _check_outside_tiers(source: Path, config: Config) -> None:
     """Raises BadConfig where one of the two holds the other."""
-    cold_roots = [Path(cold.url.removeprefix("file://")) for cold in config.cold if cold.url.startswith("file://")]
-    for root in (root.resolve() for root in [config.hot_path, *cold_roots]):
+    for root in (root.resolve() for root in config.directories.values()):
         if source.is_relative_to(root) or root.is_relative_to(source):
             raise BadConfig(
                 f"adopt {source}: the tier at {root} is {'around' if source.is_relative_to(root) else 'in'} it",

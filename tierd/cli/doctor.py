@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -104,7 +103,7 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
     # Skip the other checks of a directory that is not the tier's.
     absent = [advice.about for advice in places if advice.check == "place" and advice.verdict == "problem"]
     colds = [cold for cold in loaded.cold if only in (None, cold.name)]
-    colds = [cold for cold in colds if cold.name not in absent or not cold.url.startswith("file://")]
+    colds = [cold for cold in colds if cold.name not in absent or cold.directory is None]
     for advice in await asyncio.gather(*(_cold(cold, loaded) for cold in colds)):
         found += advice
     found += [advice for advice in exposed(loaded) if only in (None, advice.about)]
@@ -119,8 +118,7 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
 
 
 async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:
-    if cold.url.startswith("file://"):
-        path = Path(cold.url.removeprefix("file://"))
+    if (path := cold.directory) is not None:
         return [*probe_directory(cold.name, path, is_hot=False), *same_disk(cold, loaded)]
     # Imported here, so that boto3 is loaded only if a bucket is configured.
     from tierd.s3.probe import BucketProbe

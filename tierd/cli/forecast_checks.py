@@ -12,11 +12,11 @@ from tierd.format.ids import HOT
 from tierd.format.text import duration, size
 from tierd.lifecycle.forecast import FULL_SOON_S, GIB, MONTH_S, Forecast
 from tierd.lifecycle.needs import needs
+from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
 from tierd.local_checks import memlock
 from tierd.status.report import StatusReport
-from tierd.tiers.probe import Advice, write_rate
+from tierd.tiers.probe import Advice, nearest_existing, write_rate
 
-ROOM_CHECKPOINTS = 2  # in hot: one is being written, one is being deleted
 MEASURED_BYTES = 64 << 20  # less takes mostly latency, and shows no rate
 ROOM_TO_MEASURE = 8  # times MEASURED_BYTES: a disk with less free space is not filled further
 
@@ -45,7 +45,7 @@ def forecast_advice(config: Config, planned: Planned, status: StatusReport | Non
     yield _space(HOT, config.hot_path, by_tier[HOT], planned, room=ROOM_CHECKPOINTS)
     yield _disk_rate(HOT, config.hot_path, planned)
     for tier in config.cold:
-        path = Path(tier.url.removeprefix("file://")) if tier.url.startswith("file://") else None
+        path = tier.directory
         yield _space(tier.name, path, by_tier[tier.name], planned)
         if path is not None:
             yield _disk_rate(tier.name, path, planned)
@@ -63,7 +63,7 @@ def _space(about: str, path: Path | None, need: Forecast, planned: Planned, *, r
         message += f"; it costs {need.steady_cost:.3g} a month, and each month {need.growth_cost or 0.0:.3g} more"
     if path is None:
         return Advice("forecast", about, "ok", message)
-    free_bytes = shutil.disk_usage(_existing(path)).free
+    free_bytes = shutil.disk_usage(nearest_existing(path)).free
     message += f"; {size(free_bytes)} are free"
     hint = "keep fewer ([lifecycle]), save less often, or use a larger disk; docs/RUNBOOK.md#disk-full"
     if steady_bytes > free_bytes:
@@ -74,7 +74,7 @@ def _space(about: str, path: Path | None, need: Forecast, planned: Planned, *, r
 
 
 def _disk_rate(about: str, path: Path, planned: Planned) -> Advice:
-    existing = _existing(path)
+    existing = nearest_existing(path)
     if shutil.disk_usage(existing).free < ROOM_TO_MEASURE * MEASURED_BYTES:
         return Advice("write rate", about, "note", f"{existing} is too full to be measured")
     try:
@@ -106,7 +106,7 @@ def _link(tier: ColdConfig, planned: Planned, status: StatusReport | None) -> It
             message = f"the daemon's copies went at {size(bytes_per_s)}/s: {duration(takes_s)} for each save"
             yield _rated("upload rate", tier.name, message, takes_s, planned)
             return
-    if not tier.url.startswith("file://"):
+    if tier.directory is None:
         needed = f"{size(planned.state_bytes / planned.interval_s)}/s"
         message = f"to copy every save, the link must carry {needed}; no copy has shown its rate yet"
         yield Advice("upload rate", tier.name, "note", message)
@@ -117,7 +117,3 @@ def _rated(check: str, about: str, message: str, takes_s: float, planned: Planne
         return Advice(check, about, "ok", message)
     message += f", and a save is due every {duration(planned.interval_s)}: some are replaced before they arrive"
     return Advice(check, about, "warning", message, "save less often; docs/RUNBOOK.md#cold-too-slow")
-
-
-def _existing(path: Path) -> Path:
-    return next(candidate for candidate in (path, *path.parents) if candidate.exists())

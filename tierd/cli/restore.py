@@ -186,8 +186,7 @@ def _is_own_place(checkpoint: CheckpointId, target: Path, config: Config, *, is_
     """Whether the target is the checkpoint's own folder in a tier. Raises BadConfig where it is another place in a
     tier, or not for a whole checkpoint: a tier holds nothing else."""
     own = f"{checkpoint.run}/{checkpoint.name}"
-    cold_roots = [Path(cold.url.removeprefix("file://")) for cold in config.cold if cold.url.startswith("file://")]
-    for root in (root.resolve() for root in [config.hot_path, *cold_roots]):
+    for root in (root.resolve() for root in config.directories.values()):
         if is_whole and target == root / own:
             return True
         if target.is_relative_to(root):

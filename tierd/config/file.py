@@ -313,14 +313,14 @@ def _mistakes_of_cold(cold: ColdConfig, policy: ColdPolicy) -> Iterator[_Mistake
 
 
 def _mistakes_of_watches(config: Config) -> Iterator[_Mistake]:
-    roots = [config.hot.path, *(cold.url.removeprefix("file://") for cold in config.cold)]
+    roots = [root for root in config.directories.values() if root.is_absolute()]
     paths: set[str] = set()
     for number, watch in enumerate(config.watch):
         key, path = f"watch of {watch.path}", os.path.realpath(watch.path)
         if path in paths:
             yield "watch.path", watch.path, "another place than that of another watch"
         paths.add(path)
-        if any(Path(path).is_relative_to(os.path.realpath(root)) for root in roots if root.startswith("/")):
+        if any(Path(path).is_relative_to(root.resolve()) for root in roots):
             yield "watch.path", watch.path, "a folder outside of the tiers"
         if not is_run(watch.run):
             yield f"{key}: run", watch.run, "a name of letters, digits, '.', '_' and '-'"
@@ -362,12 +362,11 @@ def _shared_places(config: Config) -> Iterator[_Mistake]:
     for cold in config.cold:
         if [other.name for other in config.cold].count(cold.name) > 1:
             yield "cold.name", cold.name, "a different name for each cold tier"
-        if not cold.url.startswith("file://"):
+        if (path := cold.directory) is None:
             other = buckets.setdefault((cold.url.rstrip("/"), cold.endpoint_url), cold.name)
             if other != cold.name:
                 yield f"cold.url of {cold.name}", cold.url, f"another place than that of {other}"
             continue
-        path = Path(cold.url.removeprefix("file://"))
         for other, taken in directories.items():
             if path.is_relative_to(taken) or taken.is_relative_to(path):
                 yield f"cold.url of {cold.name}", cold.url, f"a directory apart from that of {other}"

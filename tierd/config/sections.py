@@ -1,6 +1,6 @@
 """The configuration as one tree of structs: every key with its default, its unit and its bounds.
 
-config_file.py reads it from a TOML file and the environment. It never holds secrets: boto3 finds S3 credentials.
+file.py reads it from a TOML file and the environment. It never holds secrets: boto3 finds S3 credentials.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tierd.access import Access, access_of
-from tierd.format.ids import WORLD_SIZE_MAX
+from tierd.format.ids import HOT, WORLD_SIZE_MAX
 from tierd.format.manifest import MANIFEST_BYTES_MAX
 from tierd.format.wire import SLOTS_MAX, SLOTS_MIN
 
@@ -111,6 +111,11 @@ class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     price_per_gib_month: Number = 0.0  # for `tierd lifecycle --explain`, in any currency; 0: unknown
     deletes: bool = True  # false: the daemon deletes nothing there, and `tierd reap` does with another credential
     lifecycle: ColdPolicy | None = None  # replaces lifecycle.cold for this tier
+
+    @property
+    def directory(self) -> Path | None:
+        """None: it is a bucket."""
+        return Path(self.url.removeprefix("file://")) if self.url.startswith("file://") else None
 
 
 def is_exposed_endpoint(url: str) -> bool:
@@ -281,6 +286,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def hot_path(self) -> Path:
         return Path(self.hot.path)
+
+    @property
+    def directories(self) -> dict[str, Path]:
+        """Of the tiers that are no buckets, by name; hot first."""
+        return {HOT: self.hot_path} | {cold.name: path for cold in self.cold if (path := cold.directory) is not None}
 
     @property
     def own_policies(self) -> dict[str, TierPolicy]:

@@ -12,6 +12,10 @@ from collections.abc import Collection, Iterable, Mapping
 from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.lifecycle.policy import Action, Decision
 
+# Hot needs space for so many beside those it keeps: one is written completely before an older one is deleted, and one
+# more while copies are given up.
+ROOM_CHECKPOINTS = 2
+
 
 def hot_deletions_for(
     need_bytes: int, decisions: Iterable[Decision], *, cold: Collection[str], sizes: Mapping[CheckpointId, int]

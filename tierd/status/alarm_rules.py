@@ -17,6 +17,7 @@ from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.format.ids import HOT, MEMORY
 from tierd.format.node_file import ranks_text
 from tierd.format.text import counted, duration, listed, size
+from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
 from tierd.status.alarm import Alarm, Severity
 from tierd.status.folder_reports import SidecarReport, WatchReport
@@ -39,7 +40,6 @@ _PASSING = ("transient", "tier_unreachable")
 LISTED_LOST = 3
 DISAPPEARED = " disappeared from "  # of checkpoints, not of the marker of a tier
 PIDS_MAX = 8  # in a sentence: the ranks of a node
-ROOM_CHECKPOINTS = 2  # hot needs room for as many more
 
 _HALTS = {  # by the reason: the alert, and the runbook's section
     "unreadable_manifest": ("TierdHalted", WARNING, "unreadable-manifest"),

@@ -20,6 +20,7 @@ from tierd.access import Access
 from tierd.cgroup import MemoryLimit
 from tierd.errors import Full, TierdError
 from tierd.format import text
+from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
 from tierd.tiers.direct_io import set_direct
 
 Severity = Literal["ok", "note", "warning", "problem"]
@@ -51,7 +52,7 @@ def problem_of(check: str, about: str, error: TierdError) -> Advice:
 
 def probe_directory(about: str, path: Path, *, is_hot: bool) -> Iterator[Advice]:
     """Creates nothing that stays. A directory that does not exist yet is checked at its nearest existing parent."""
-    existing = _existing(path)
+    existing = nearest_existing(path)
     if existing != path:
         yield Advice("directory", about, "note", f"{path} does not exist yet; `tierd serve` makes it")
     try:
@@ -89,8 +90,8 @@ def probe_exposure(about: str, path: Path, access: Access) -> Iterator[Advice]:
 
 def probe_space(about: str, path: Path, *, checkpoint_bytes: int, used_bytes: int, keep_last: int) -> Advice:
     """Whether `keep_last` checkpoints of this size fit, with one more being written and one being deleted."""
-    free_bytes = shutil.disk_usage(_existing(path)).free
-    count = keep_last + 2
+    free_bytes = shutil.disk_usage(nearest_existing(path)).free
+    count = keep_last + ROOM_CHECKPOINTS
     free = f"{text.size(free_bytes)} free"
     if checkpoint_bytes == 0:
         return Advice("space", about, "note", f"{free}; space for {count} checkpoints is needed")
@@ -121,7 +122,7 @@ def probe_memory(limit: MemoryLimit | None, *, checkpoint_bytes: int, slots: int
 
 
 def is_same_disk(path: Path, other: Path) -> bool:
-    return os.stat(_existing(path)).st_dev == os.stat(_existing(other)).st_dev
+    return os.stat(nearest_existing(path)).st_dev == os.stat(nearest_existing(other)).st_dev
 
 
 def filesystem_of(path: Path, mounts: str) -> str:
@@ -158,6 +159,6 @@ def _direct_io(about: str, path: Path, fd: int) -> Advice:
     return Advice("o_direct", about, "warning", message, "ext4 and xfs on a local disk support it")
 
 
-def _existing(path: Path) -> Path:
-    """The path, or its nearest parent that exists."""
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or its nearest parent that exists."""
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())

@@ -10,11 +10,12 @@ import asyncio
 import logging
 import random
 
+from tierd.catalog.decisions import room_bytes
 from tierd.catalog.entry import Entry
 from tierd.catalog.listing import is_listed
 from tierd.context import DaemonContext
 from tierd.errors import Full, NotFound, TierdError, Transient
-from tierd.format.ids import HOT, CheckpointId, Run
+from tierd.format.ids import CheckpointId, Run
 from tierd.tiers.tier import Tier
 from tierd.transfer.drill import clear, drill
 
@@ -56,11 +57,11 @@ class Driller:
         return True
 
     async def _drill(self, tier: Tier, entry: Entry) -> bool:
-        # Leave room for the next snapshots.
-        spare_bytes = 2 * max((manifest.size_bytes for manifest in self._catalog.manifests_in(HOT)), default=0)
         count_read = self._metrics.bytes_total.labels(tier=tier.name, direction="read").inc
         try:
-            seconds = await drill(tier, entry.manifest, self._scratch, spare_bytes=spare_bytes, progress=count_read)
+            seconds = await drill(
+                tier, entry.manifest, self._scratch, spare_bytes=room_bytes(self._catalog), progress=count_read
+            )
         except TierdError as error:
             if isinstance(error, NotFound) and not await is_listed(tier, entry.id):
                 return True  # it was deleted meanwhile
