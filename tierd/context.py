@@ -152,13 +152,17 @@ class DaemonContext:
         is the daemon of rank 0, also when its trainers have left, until another node claims a newer generation; without
         it, deletions there wait."""
         if run in self.memory.runs():
-            newest, claims = self.catalog.generation_max(run), self.catalog.claims
-            is_replaced = newest > self.memory.generation(run) and not claims.was_claimed_here(run, newest)
+            is_replaced = self.is_continued_elsewhere(run, self.memory.generation(run))
             return 0 in self.memory.ranks(run) and not (is_replaced and self.memory.node(run) is not None)
         if run in self.watched_nodes:
             return self.watched_nodes[run] == 0
         parts = [entry.part for entry in self.catalog.entries(run) if entry.part is not None]  # newest first
         return not parts or 0 in parts[0].ranks
+
+    def is_continued_elsewhere(self, run: Run, generation: int) -> bool:
+        """Whether another node has claimed a newer generation of the run."""
+        newest = self.catalog.generation_max(run)
+        return newest > generation and not self.catalog.claims.was_claimed_here(run, newest)
 
     def other_nodes(self, run: Run) -> list[NodeAddress]:
         """The nodes of the run but this one, as far as the trainers have told them."""

@@ -189,3 +189,8 @@ class TargetNotEmpty(TierdError):
 def from_kind(kind: str, message: str, hint: str) -> TierdError:
     """The error that a peer named by `kind`; a plain TierdError for an unknown kind."""
     return _BY_KIND.get(kind, TierdError)(message, hint=hint)
+
+
+def text_of(error: TierdError | TimeoutError) -> str:
+    """The error for a message or the log. asyncio's TimeoutError has no text."""
+    return str(error) or "no answer in time"

@@ -27,7 +27,7 @@ from tierd.audit import Who
 from tierd.catalog.listing import next_sequence
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all, open_all
-from tierd.errors import BadRequest, Full, Stale, TierdError, TierUnreachable, WrongSecret
+from tierd.errors import BadRequest, Full, Stale, TierdError, TierUnreachable, WrongSecret, text_of
 from tierd.failpoints import failpoint
 from tierd.format import wire
 from tierd.format.audit import Action
@@ -316,7 +316,7 @@ class Admission:
                 claimed.append(tier)
             except (TierdError, TimeoutError) as error:
                 # The claim is made before the first checkpoint of the generation is copied there.
-                log.warning("claim generation %d of %s in %s: %s", generation, run, tier.name, error or "no answer")
+                log.warning("claim generation %d of %s in %s: %s", generation, run, tier.name, text_of(error))
         if spans_nodes and not claimed:
             raise TierUnreachable(
                 f"claim generation {generation} of {run}, whose ranks span several nodes: no cold tier could take it",

@@ -16,7 +16,7 @@ import msgspec
 from tierd.api.session import TrainerSession
 from tierd.context import DaemonContext, Partner, Roster
 from tierd.descriptors import read_sealed
-from tierd.errors import BadConfig, BadRequest, Full, Stale, TierdError, TierUnreachable
+from tierd.errors import BadConfig, BadRequest, Full, Stale, TierdError, TierUnreachable, text_of
 from tierd.format import layout, wire
 from tierd.format.ids import Generation, Run
 from tierd.format.node_file import CLAIM_DIGITS
@@ -116,7 +116,7 @@ async def confirm_node_claim(context: DaemonContext, run: Run, generation: Gener
             async with asyncio.timeout(COLD_TIMEOUT_S):
                 claim = await tier.claim(run, generation)
         except (TierdError, TimeoutError) as error:
-            log.warning("%s: look for its claim in %s: %s", action, tier.name, error or "no answer")
+            log.warning("%s: look for its claim in %s: %s", action, tier.name, text_of(error))
             continue
         if claim is not None and claim.claim == bits:
             context.catalog.saw_generation(run, generation)

@@ -32,7 +32,7 @@ class WebPages:
     async def _run(self, request: web.Request) -> web.Response:
         name = request.match_info["run"]
         status = await self._operator.status(nodes_of=name)
-        report = next((run for run in status.runs if run.run == name), None)
+        report = status.find_run(name)
         if report is None:
             return await _page(pages.missing_page, status, f"run {name}", code=404)
         run = Run(name)

@@ -162,7 +162,7 @@ def check_no_trainer(config: Config, run: Run) -> None:
         if daemon_http.holder(config) is None:
             return
         raise
-    report = next((report for report in status.runs if report.run == run), None)
+    report = status.find_run(run)
     if report is not None and report.ranks_attached:
         raise BadRequest(
             f"import into {run}: its training runs, {report.ranks_attached} ranks are attached",

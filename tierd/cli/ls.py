@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
-from msgspec import UNSET
 
 from tierd.cli import daemon_http, options
 from tierd.cli.console import age, duration, metrics_line, print_json, print_note, size, table
@@ -89,7 +88,7 @@ async def ls(
             code = tiers.check_reachable()
             tiers.report_unreadable(CheckpointQuery(run=only_run))
             rows, runs = checkpoint_rows(tiers.catalog, only_run), sorted(tiers.catalog.runs())
-    rows = [row for row in rows if run in (None, row.run) and (tier is None or _is_in(tier, row))]
+    rows = [row for row in rows if run in (None, row.run) and (tier is None or row.is_in(tier))]
     known = {name for row in rows for name in row.metrics}
     rows = [row for row in rows if all(fits(row) for fits in conditions)]
     if (metric := lowest or highest) is not None:
@@ -142,10 +141,6 @@ def parse_condition(text: str) -> Callable[[CheckpointRow], bool]:
         return value is not None and isinstance(value, str) == isinstance(expected, str) and compare(value, expected)
 
     return fits
-
-
-def _is_in(tier: str, row: CheckpointRow) -> bool:
-    return tier in row.tiers or (row.parts is not UNSET and tier in row.parts)
 
 
 def _print(rows: list[CheckpointRow]) -> None:

@@ -172,7 +172,7 @@ def _stop(config: Config, run: Run, name: str, wait_s: float, *, marked: Checkpo
     """Nothing is done if no trainer is attached, or the phase has ended. Raises BadRequest if it has a milestone of
     this name and goes on: it was not this command that set it."""
     try:
-        reports = daemon_http.find(config).status.runs
+        report = daemon_http.find(config).status.find_run(run)
     except DaemonUnreachable as error:
         if marked is not None:
             return
@@ -180,7 +180,6 @@ def _stop(config: Config, run: Run, name: str, wait_s: float, *, marked: Checkpo
             f"pivot {run}: {error.message}",
             hint="start the daemon: without it, nobody knows whether trainers still write",
         ) from error
-    report = next((each for each in reports if each.run == run), None)
     if report is None or report.state != "running":
         if marked is None:
             print_note(f"tierd: {run} has no trainer here: its newest checkpoint ends the phase")

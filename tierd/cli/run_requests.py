@@ -61,7 +61,7 @@ def stop_and_wait(
 def _wait_ended(config: Config, run: str, generation: int, deadline_s: float) -> RunReport:
     """The run once it has ended. A newer generation means that it ended and was started again."""
     while True:
-        report = next((report for report in daemon_http.find(config).status.runs if report.run == run), None)
+        report = daemon_http.find(config).status.find_run(run)
         if report is not None and (report.state != "running" or report.generation > generation):
             return report
         if time.monotonic() >= deadline_s:

@@ -96,6 +96,11 @@ class ColdPolicy(TierPolicy, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keep_unhealthy: Count = 0
 
 
+def directory_of(url: str) -> Path | None:
+    """The directory of a tier; None: the tier is a bucket."""
+    return Path(url.removeprefix("file://")) if url.startswith("file://") else None
+
+
 class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "cold"
     url: str = "file://.tierd/cold"  # s3://bucket/prefix or file://directory
@@ -114,8 +119,7 @@ class ColdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def directory(self) -> Path | None:
-        """None: it is a bucket."""
-        return Path(self.url.removeprefix("file://")) if self.url.startswith("file://") else None
+        return directory_of(self.url)
 
 
 def is_exposed_endpoint(url: str) -> bool:

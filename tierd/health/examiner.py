@@ -16,7 +16,7 @@ import msgspec
 
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
-from tierd.errors import Corrupt, NotFound, TierdError, Transient
+from tierd.errors import Corrupt, NotFound, TierdError, Transient, text_of
 from tierd.format import layout, wire
 from tierd.format.audit import Action
 from tierd.format.health import Diagnosis
@@ -125,7 +125,7 @@ class Examiner:
             async with asyncio.timeout(wait_s):
                 await self.examine(checkpoint)
         except (TierdError, TimeoutError) as error:
-            log.warning("restore %s unexamined: %s", checkpoint, error or f"no diagnosis within {wait_s:.0f} s")
+            log.warning("restore %s, which was not examined: %s", checkpoint, text_of(error))
         return self.diagnosis(checkpoint)
 
     def _lacks_marker(self, snapshot_set: SnapshotSet) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tierd.config.sections import ColdConfig, is_exposed_endpoint
-from tierd.errors import NotFound, TierdError, TierUnreachable
+from tierd.errors import NotFound, TierdError, TierUnreachable, text_of
 from tierd.format import checksum
 from tierd.s3.client import Answer
 from tierd.s3.dialect import Extra
@@ -340,5 +340,5 @@ class BucketProbe:
                     with suppress(NotFound):
                         await self._requests.request("delete_object", action, Key=self._own + name)
         except (TierdError, TimeoutError) as error:
-            message = f"objects of the probe may remain below {self._folder}: {error}"
+            message = f"objects of the probe may remain below {self._folder}: {text_of(error)}"
             self._add("clear", "warning", message, "remove them by hand, or the next probe does after an hour")

@@ -156,7 +156,7 @@ def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[
 
 def _df(status: StatusReport, failure: FailureReport) -> str:
     """Of the tier that is full, if the failure names it."""
-    paths = [tier.url.removeprefix("file://") for tier in status.tiers if tier.url.startswith("file://")]
+    paths = [str(tier.directory) for tier in status.tiers if tier.directory is not None]
     named = [path for path in paths if path in failure.message]
     return f"df -h {shlex.quote(named[0])}" if named else "df -h"
 
@@ -166,7 +166,7 @@ def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm
     queue = next((each for each in status.queues if each.tier == HOT), None)
     if hot is None:
         return
-    path = shlex.quote(hot.url.removeprefix("file://"))
+    path = shlex.quote(str(hot.directory))
     if queue is not None and queue.oldest_age_s > 0:
         usual_s = status.costs.persist.mean_s if status.costs.persist is not None else 0.0
         fails = any(failure.stage == "persist" for failure in recent)

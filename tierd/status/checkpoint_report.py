@@ -39,6 +39,10 @@ class CheckpointRow(msgspec.Struct, kw_only=True):
     def id(self) -> CheckpointId:
         return checkpoint_id(self.run, self.step, self.generation)
 
+    def is_in(self, tier: str) -> bool:
+        """Whether the tier has the checkpoint, or a part of it."""
+        return tier in self.tiers or (self.parts is not UNSET and tier in self.parts)
+
 
 class CheckpointReport(msgspec.Struct, kw_only=True):
     """What `tierd show` prints. `manifest`: of the part, where no tier here has it whole. `parts`: as of a row."""

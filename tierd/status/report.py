@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -15,6 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from tierd.catalog.catalog import Catalog
 from tierd.catalog.entry import sum_up_foreign
+from tierd.config.sections import directory_of
 from tierd.format.ids import HOT, MEMORY, PEER, CheckpointId, Run, checkpoint_id
 from tierd.format.layout import parse_key
 from tierd.format.node_file import NodeFile
@@ -114,6 +116,10 @@ class TierReport(msgspec.Struct, kw_only=True):
     write_bytes_per_s: float | None = None
     disk: DiskForecast | None = None
 
+    @property
+    def directory(self) -> Path | None:
+        return directory_of(self.url)
+
 
 class LostReplica(msgspec.Struct, kw_only=True):
     """A replica that disappeared from a tier whose policy keeps it."""
@@ -203,6 +209,9 @@ class StatusReport(msgspec.Struct, kw_only=True):
     holder: HolderReport | None = None
     silence: str = ""
     alarms: list[Alarm] = []
+
+    def find_run(self, name: str) -> RunReport | None:
+        return next((report for report in self.runs if report.run == name), None)
 
 
 def foreign_sentences(catalog: Catalog, matches: Callable[[CheckpointId], bool] = lambda checkpoint: True) -> list[str]:

@@ -89,7 +89,7 @@ def timeline(
 
     placed = [(x(at_s), row) for at_s, row in shown]
     metric = next((name for name in METRICS if any(_number(row, name) is not None for _, row in placed)), None)
-    lanes = [Lane(tier, [_mark(at, row, tier) for at, row in placed if _is_in(row, tier)]) for tier in tiers]
+    lanes = [Lane(tier, [_mark(at, row, tier) for at, row in placed if row.is_in(tier)]) for tier in tiers]
     counts = ", ".join(f"{len(lane.marks)} in {lane.tier}" for lane in lanes)
     return Timeline(
         begins=_shown_time(begin_s),
@@ -144,10 +144,6 @@ def _mark(x: float, row: CheckpointRow, tier: str) -> Mark:
         kind = "part"
     called = f" {row.milestone}" if row.milestone is not None else ""
     return Mark(x, kind, f"step {row.step}, generation {row.generation}: {kind}{called}")
-
-
-def _is_in(row: CheckpointRow, tier: str) -> bool:
-    return tier in row.tiers or (isinstance(row.parts, dict) and tier in row.parts)
 
 
 def _number(row: CheckpointRow, name: str) -> float | None:

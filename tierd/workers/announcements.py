@@ -18,7 +18,7 @@ from tierd.backoff import backoff_s
 from tierd.catalog.listing import files_of
 from tierd.config.sections import WatchConfig
 from tierd.context import DaemonContext
-from tierd.errors import BadConfig, Corrupt, NotFound, TierdError, TierUnreachable
+from tierd.errors import BadConfig, Corrupt, NotFound, TierdError, TierUnreachable, text_of
 from tierd.failpoints import failpoint
 from tierd.format import layout
 from tierd.format.announced import Announced, decode_announced
@@ -185,7 +185,7 @@ class Announcements:
                         return None  # which the listing did not show yet
                     written.append(name)
             except (TierdError, TimeoutError) as error:
-                errors.append(f"{name}: {str(error) or 'no answer'}")
+                errors.append(f"{name}: {text_of(error)}")
         if not written:
             raise TierUnreachable(
                 f"announce {checkpoint} to the other nodes: {'; '.join(errors)}",
@@ -210,7 +210,7 @@ class Announcements:
                     else:
                         known[name] = await self._read(tier, checkpoint) if layout.HEAD in names else ABSENT
             except (TierdError, TimeoutError) as error:
-                errors.append(f"{name}: {str(error) or 'no answer'}")
+                errors.append(f"{name}: {text_of(error)}")
         return known
 
     @staticmethod
@@ -233,7 +233,7 @@ class Announcements:
             except (TierdError, TimeoutError) as error:
                 errors.append(error)
         if len(errors) == len(self._context.cold):
-            why = "; ".join(str(error) or "no answer" for error in errors)
+            why = "; ".join(map(text_of, errors))
             raise TierUnreachable(f"find what node 0 says about step {step} of {self._run}: {why}")
         return max(found, key=lambda announced: announced.generation, default=None)
 

@@ -128,7 +128,7 @@ class AttachedRuns:
                 del self._awaited[run]
             elif waited_s >= (RECONNECT_GRACE_S if record.boot == self._boot else REBOOT_GRACE_S):
                 del self._awaited[run]
-                if not self._is_continued_elsewhere(run, record.generation):
+                if not self._context.is_continued_elsewhere(run, record.generation):
                     self._lose(record)
 
     def _lose(self, record: _Record) -> None:
@@ -140,14 +140,9 @@ class AttachedRuns:
         log.warning("%s: %s", record.run, reason)
         self._restore(lost, 0.0)
 
-    def _is_continued_elsewhere(self, run: Run, generation: int) -> bool:
-        catalog = self._context.catalog
-        newest = catalog.generation_max(run)
-        return newest > generation and not catalog.claims.was_claimed_here(run, newest)
-
     def _forget_what_others_continue(self) -> None:
         for run, generation in self._outcomes.restored():
-            if self._is_continued_elsewhere(run, generation):
+            if self._context.is_continued_elsewhere(run, generation):
                 self._outcomes.forget(run)
 
     # ── of this one ──

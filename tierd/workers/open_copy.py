@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
-from tierd.errors import Corrupt, NotFound, TierdError, Unhealthy
+from tierd.errors import Corrupt, NotFound, TierdError, Unhealthy, text_of
 from tierd.format.ids import HOT, Run, checkpoint_id
 from tierd.format.node_file import NodeFile
 from tierd.format.wire import Find
@@ -53,5 +53,5 @@ async def examine_copy(context: DaemonContext, part: NodeFile, descriptors: Sequ
                 raise Corrupt(f"examine the copy of {part.name} of {part.id}: {damage[0]}")
             return is_healthy
     except (TierdError, TimeoutError) as error:
-        log.warning("the copy of %s was not examined: %s", part.id, error or "no diagnosis in time")
+        log.warning("the copy of %s was not examined: %s", part.id, text_of(error))
         return None

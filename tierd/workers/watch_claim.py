@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tierd.catalog.listing import newest_claim, refresh_run
 from tierd.context import DaemonContext
-from tierd.errors import TierdError
+from tierd.errors import TierdError, text_of
 from tierd.format import layout
 from tierd.format.claim import Claim
 from tierd.format.ids import Generation, Run
@@ -86,7 +86,7 @@ class WatchClaim:
                         are_silent = await self._is_silent(tier, generation) and are_silent
             except (TierdError, TimeoutError) as error:
                 # The claim is made before the first copy of the generation there.
-                log.warning("watch: claim %s in %s: %s", self._run, tier.name, str(error) or "no answer")
+                log.warning("watch: claim %s in %s: %s", self._run, tier.name, text_of(error))
         replaces = self._is_node_0 and self._held is None
         if holder and (are_silent or replaces):
             why = "was node 0 of it before" if replaces else "is silent"
