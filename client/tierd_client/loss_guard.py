@@ -15,6 +15,7 @@ from typing import Literal, SupportsFloat
 import torch
 
 from tierd.errors import BadConfig, BadRequest, Corrupt, NotFound, TierdError, Unhealthy
+from tierd.format.health import EXAMINED, is_examined
 from tierd.format.manifest import REPORTED_UNHEALTHY
 from tierd_client.client import Client, Found
 from tierd_client.log import log
@@ -25,7 +26,6 @@ from tierd_client.state.training_state import State, TrainingState
 
 LOSSES_LEAST = 10  # a median of fewer is not compared
 PERSIST_TIMEOUT_S = 60.0  # for the last snapshot, before the evidence takes its place in memory
-EXAMINED = ("model.", "optimizer.", "ema.")  # entries of a state whose numbers must be finite
 _NO_NUMBER, _NOT_FINITE, _SPIKE = 3, 2, 1
 
 
@@ -216,13 +216,14 @@ def _is_number(value: object) -> bool:
 
 
 def _is_spoiled(captured: CapturedTensor) -> bool:
-    """As the daemon examines it: a buffer may be a mask of infinities."""
+    """As the daemon examines it: a buffer, or a tensor that a DictState names, may be a mask of infinities."""
     tensor = captured.tensor
-    if not captured.name.startswith(EXAMINED) or not (tensor.is_floating_point() or tensor.is_complex()):
+    if not is_examined(captured.name, captured.shape) or not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     if tensor.dtype.itemsize == 1:
         tensor = tensor.float()  # torch has no isnan for float8
-    return bool(tensor.isnan().any() if captured.is_buffer else not tensor.isfinite().all())
+    may_be_infinite = captured.is_buffer or not captured.name.startswith(EXAMINED)
+    return bool(tensor.isnan().any() if may_be_infinite else not tensor.isfinite().all())
 
 
 def _number(loss: SupportsFloat | None) -> float | None:

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import tierd_client
 import torch
-from tierd_client import BadConfig, BadRequest, Halted, LossGuard, ResumableLoader, ResumableSampler, TrainingState
+from tierd_client import (
+    BadConfig,
+    BadRequest,
+    DictState,
+    Halted,
+    LossGuard,
+    ResumableLoader,
+    ResumableSampler,
+    TrainingState,
+)
 
 from tests.support.daemon import Daemon
 from tests.support.trainer import Training, joined, together
@@ -182,6 +191,22 @@ def test_weights_that_were_spoiled_after_a_good_loss_are_passed_over_although_th
     assert [step for step, _ in loop.losses] == [*range(1, 12), *range(6, STEPS + 1)]
     assert all(math.isfinite(loss) for _, loss in loop.losses[11:])
     assert daemon.metric('tierd_verify_failures_total{tier="hot"}') == 0, "its bytes are what was saved"
+
+
+def test_a_dict_state_with_nan_that_nobody_has_examined_is_passed_over(daemon: Daemon, run: str) -> None:
+    """The guard and the daemon examine the same tensors, also under names that no TrainingState has."""
+    values: dict[str, Any] = {"net": {"weight": torch.ones(4)}, "best": torch.tensor(math.inf)}
+    state = DictState(values)
+    with tierd_client.connect(run, socket=daemon.socket) as client:
+        guard = LossGuard(client, state, action="rollback")
+        client.restore(state)
+        guard.check(1, 1.0)
+        client.snapshot(1, state).wait_persisted(DEADLINE_S)
+        values["net"]["weight"][0] = math.nan
+        guard.check(2, 1.0)
+        client.snapshot(2, state).wait_persisted(DEADLINE_S)
+        assert guard.check(3, math.nan) == 1
+    assert torch.equal(values["net"]["weight"], torch.ones(4))
 
 
 def test_a_bad_first_and_last_step(daemon: Daemon, run: str) -> None:

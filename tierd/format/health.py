@@ -6,12 +6,22 @@ Spec: docs/FORMAT.md#markers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from tierd.format.text import counted
 
 TENSORS_LISTED_MAX = 20
 MARKER_BYTES_MAX = 64 << 10
+EXAMINED = ("model.", "optimizer.", "ema.")  # the sections whose tensors are the weights and what belongs to them
+_NOT_EXAMINED = ("scheduler.", "scaler.", "dataloader.", "extra.", "rng.")  # other sections of a TrainingState
+
+
+def is_examined(name: str, shape: Sequence[int]) -> bool:
+    """Whether the numbers of a tensor must be finite. Tensors of a DictState or of DCP have other names than those of a
+    TrainingState; they are examined like those of a model, except scalars: a best loss may be infinite, a score NaN."""
+    return name.startswith(EXAMINED) or (not name.startswith(_NOT_EXAMINED) and len(shape) > 0)
 
 
 class NotFinite(msgspec.Struct, frozen=True, kw_only=True):

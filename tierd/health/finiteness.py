@@ -1,9 +1,8 @@
 """Counts NaN and Inf in one checkpoint. A separate program, so that numpy and its memory are not in the daemon.
 
 health/examiner.py starts it with the shards as open descriptors; it prints a `Diagnosis` as JSON, or a string that says
-why they cannot be examined. It examines all tensors except those in NOT_EXAMINED, and except scalars outside EXAMINED:
-a best loss may be infinite, a score NaN. Inf counts only in trained tensors and in the optimizer, because a buffer may
-be a mask of infinities.
+why they cannot be examined. Inf counts only in trained tensors and in the optimizer, because a buffer may be a mask of
+infinities.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ import numpy as np
 from tierd.descriptors import read_all
 from tierd.errors import Corrupt, TierdError
 from tierd.format import checksum
-from tierd.format.health import TENSORS_LISTED_MAX, Diagnosis, NotFinite
+from tierd.format.health import TENSORS_LISTED_MAX, Diagnosis, NotFinite, is_examined
 from tierd.format.shard import TensorEntry, read_header
 from tierd.tiers.direct_io import page_aligned
 
 BLOCK_BYTES = 4 << 20  # fits the CPU cache, for the checksum and the count
-EXAMINED = ("model.", "optimizer.", "ema.")
-NOT_EXAMINED = ("scheduler.", "scaler.", "dataloader.", "extra.", "rng.")  # other sections of a TrainingState
 
 _PR_SET_PDEATHSIG = 1
 
@@ -58,7 +55,7 @@ def examine(files: list[tuple[int, int]]) -> Diagnosis:
     buffer = page_aligned(BLOCK_BYTES)
     for (descriptor, _), shard in zip(files, shards, strict=True):
         for entry in shard.tensors.values():
-            if not _is_examined(entry):
+            if not is_examined(entry.name, entry.shape):
                 continue
             count, digest = _count(descriptor, entry, buffer, is_digested=entry.name in trained)
             if entry.name not in trained and not entry.name.startswith("optimizer."):
@@ -75,11 +72,6 @@ def examine(files: list[tuple[int, int]]) -> Diagnosis:
         not_finite=[NotFinite(tensor=name[:256], nan=count["nan"], inf=count["inf"]) for name, count in first],
         digest=checksum.encode(checksum.crc64nvme(repr(sorted(digests.items())).encode())) if is_comparable else "",
     )
-
-
-def _is_examined(entry: TensorEntry) -> bool:
-    """Tensors of a DictState or of DCP have other names; they are examined like those of a model."""
-    return entry.name.startswith(EXAMINED) or (not entry.name.startswith(NOT_EXAMINED) and len(entry.shape) > 0)
 
 
 def _trained(tierd: dict[str, Any]) -> tuple[set[str], bool]:
