@@ -21,7 +21,7 @@ from tierd.format.ids import checkpoint_id
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.pool import ThreadPool
 from tierd.tiers.tier import Tier
-from tierd.transfer.adoption import FolderAdoption, created_at, is_same_tree, read_tree, scan_settled
+from tierd.transfer.adoption import FolderAdoption, is_same_tree, read_tree, scan_settled
 from tierd.transfer.source_tree import scan
 
 CHECKPOINT = checkpoint_id("hf", 500, 1)
@@ -115,7 +115,7 @@ def test_a_scan_waits_until_a_write_would_show_and_no_longer(folder: Path) -> No
     os.utime(folder / "new", ns=(10**18, 10**18))
     tree = scan(folder / "new")
     assert tree.unsettled_s(1e9 + 0.5) == 1.5, "a file system that stores whole seconds"
-    assert created_at(tree) == "2001-09-09T01:46:40.000000+00:00"
+    assert tree.created_at == "2001-09-09T01:46:40.000000+00:00"
 
 
 async def test_a_full_disk_is_named_and_nothing_is_committed(folder: Path, tmp_path: Path, pool: ThreadPool) -> None:

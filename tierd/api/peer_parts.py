@@ -27,6 +27,7 @@ from tierd.format.peers import TIER_HEADER
 from tierd.keys.peer_certificate import make_certificate
 from tierd.keys.peer_key import PeerKey
 from tierd.throttle import WriteThrottle
+from tierd.tiers.peer_store import CONNECTIONS_MAX, RATE_MIN_BYTES_S
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.workers.inventory import durable_parts
 from tierd.workers.part_files import PartFile, PartFiles
@@ -36,9 +37,8 @@ log = logging.getLogger("tierd")
 
 PIECE_BYTES = 1 << 20  # of an answer in memory: each connection has one
 ANSWER_TIMEOUT_S = 30.0  # without progress: the other node has gone
-RATE_MIN_BYTES_S = 1 << 20  # a node that reads more slowly than this is dropped: it holds a connection
 SERVED = "served"  # the name of this traffic for the throttle
-SERVED_MIN_MIB_S = 4.0  # the limit is never lower: the node that copies has 4 connections, each with RATE_MIN_BYTES_S
+SERVED_MIN_MIB_S = CONNECTIONS_MAX * RATE_MIN_BYTES_S / (1 << 20)  # a node that reads more slowly is dropped
 
 _RANGE = re.compile(r"bytes=([0-9]{1,15})-([0-9]{1,15})")
 

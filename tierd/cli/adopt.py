@@ -144,7 +144,7 @@ async def adopt(
                 tier=HOT,
                 files=len(tree.files),
                 size_bytes=tree.size_bytes,
-                created_at=adoption.created_at(tree),
+                created_at=tree.created_at,
                 is_new=True,
                 is_dry_run=dry_run,
             )

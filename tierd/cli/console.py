@@ -94,6 +94,11 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
+def timestamp() -> str:
+    """Now, as ISO 8601 in UTC, to the millisecond."""
+    return now().isoformat(timespec="milliseconds")
+
+
 def age(created_at: str) -> str:
     seconds = age_s(created_at, now())
     return "?" if seconds is None else duration(seconds)

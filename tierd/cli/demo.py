@@ -17,13 +17,12 @@ import typer
 
 from tierd.cli.console import print_note, table
 from tierd.cli.demo_nodes import NodesDemo
-from tierd.cli.demo_run import RUN, DemoRun, event_row, make_root
+from tierd.cli.demo_run import RUN, TRAINER, DemoRun, event_row, make_root
 from tierd.cli.export import check_torch
 from tierd.errors import TierdError
 from tierd.format import text
 from tierd.format.ids import checkpoint_id
 
-TRAINER = "tierd_client.examples.train_gpt"
 PACE = 0.2  # delay of a paced step, as a share of the time in which the daemon starts
 
 

@@ -15,12 +15,11 @@ from pathlib import Path
 
 from tierd.cli import daemon_http
 from tierd.cli.console import print_note, table
-from tierd.cli.demo_run import RUN, DemoRun, event_row
+from tierd.cli.demo_run import RUN, TRAINER, DemoRun, event_row
 from tierd.config.file import load
 from tierd.format import layout, text
 from tierd.format.ids import PEER, parse_name
 
-TRAINER = "tierd_client.examples.train_gpt"
 EVERY = 5  # steps between snapshots
 STEP_DELAY_S = 0.15  # with a small model: a copy takes up to two seconds to begin
 

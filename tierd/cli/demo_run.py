@@ -20,6 +20,7 @@ from tierd.format.ids import Run
 # -P: modules in the current directory do not shadow installed ones.
 PYTHON = (sys.executable, "-P", "-m")
 RUN = Run("demo")
+TRAINER = "tierd_client.examples.train_gpt"
 DEADLINE_S = 600.0  # for each wait
 
 

@@ -10,7 +10,7 @@ import re
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -19,13 +19,14 @@ import typer
 
 from tierd.audit import AuditTrail, TrailFiles, Who
 from tierd.cli import options
-from tierd.cli.console import now, print_json, print_note, print_result
+from tierd.cli.console import now, print_json, print_note, print_result, timestamp
 from tierd.cli.options import settings_of
 from tierd.config.sections import Config
 from tierd.errors import BadConfig, Corrupt, NotFound, TierdError
 from tierd.format import audit
 from tierd.format.audit import Action, Event
 from tierd.format.ids import CheckpointId, check_run
+from tierd.format.text import parse_time
 from tierd.keys.key_file import keyring_of
 from tierd.tiers.tree import translated
 
@@ -60,7 +61,7 @@ def log(
             hint="`tierd log --audit`; the daemon's own log goes to stderr: `journalctl -u tierd`",
         )
     run = None if run is None else check_run(run)
-    least = None if since is None else _parse_time(since)
+    begin = None if since is None else _begin(since)
     config = settings_of(context).config()
     keyring = keyring_of(config.security.key_file)
     folder = trail or config.hot_path
@@ -69,7 +70,7 @@ def log(
     if not files:
         raise NotFound(f"read the audit trail in {folder}: there is none", hint="a daemon begins it when it starts")
     chain = audit.check(files, keyring)
-    events = [event for event in chain.events if run in (None, event.run) and _is_since(event, least)]
+    events = [event for event in chain.events if run in (None, event.run) and _is_after(event, begin)]
     if json:
         print_json(Trail(count=len(chain.events), problem=chain.problem, notes=chain.notes, events=events))
     else:
@@ -82,22 +83,19 @@ def log(
     return Corrupt.exit_code if chain.problem else 0
 
 
-def _parse_time(text: str) -> datetime:
+def _begin(text: str) -> datetime:
+    """Raises BadConfig unless the text is a time or an age."""
     if match := _AGE.fullmatch(text):
         return now() - timedelta(**{_UNITS[match[2]]: int(match[1])})
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        raise BadConfig(f"--since {text!r} is no time", hint="2026-01-31T12:00:00+00:00, or 30m, 24h, 7d") from None
-    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+    if (time := parse_time(text)) is None:
+        raise BadConfig(f"--since {text!r} is no time", hint="2026-01-31T12:00:00+00:00, or 30m, 24h, 7d")
+    return time
 
 
-def _is_since(event: Event, least: datetime | None) -> bool:
-    """An event whose time cannot be read is shown."""
-    try:
-        return least is None or datetime.fromisoformat(event.at) >= least
-    except (TypeError, ValueError):
-        return True
+def _is_after(event: Event, begin: datetime | None) -> bool:
+    """Also True if the event has no time."""
+    time = None if begin is None else parse_time(event.at)
+    return begin is None or time is None or time >= begin
 
 
 def check_key(config: Config) -> None:
@@ -125,7 +123,7 @@ def command_trail(config: Config, folder: Path | None, on_event: Callable[[], ob
     return AuditTrail(
         files,
         node=config.daemon.node,
-        now=lambda: now().isoformat(timespec="milliseconds"),
+        now=timestamp,
         on_event=on_event,
         by="command",
     )
@@ -133,7 +131,7 @@ def command_trail(config: Config, folder: Path | None, on_event: Callable[[], ob
 
 async def record(config: Config, action: Action, checkpoint: CheckpointId, tier: str, *, reason: str) -> None:
     """Append what a command has done to the trail that a daemon has begun. Where that fails, only a note is printed."""
-    trail = AuditTrail(node=config.daemon.node, now=lambda: now().isoformat(timespec="milliseconds"))
+    trail = AuditTrail(node=config.daemon.node, now=timestamp)
     event = trail.record(action, checkpoint=checkpoint, tier=tier, reason=reason, who=Who.this_process("command"))
     try:
         keyring = keyring_of(config.security.key_file, to_sign=True)

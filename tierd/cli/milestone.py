@@ -15,7 +15,7 @@ from tierd.catalog.entry import Entry
 from tierd.catalog.listing import files_of
 from tierd.catalog.selectable import selectable_replicas
 from tierd.cli import options
-from tierd.cli.console import now, print_note, print_report
+from tierd.cli.console import print_note, print_report, timestamp
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import OpenedTiers, open_tiers
 from tierd.cli.options import Settings, parse_query, settings_of
@@ -100,7 +100,7 @@ async def unmark(
     (entry,) = found
     check_signable(entry, config, f"remove the milestone {name} of {entry.id}")
     names = []
-    removed_at = now().isoformat(timespec="milliseconds")
+    removed_at = timestamp()
     for tier in (tiers.by_name[tier] for tier in tiers.catalog.tiers if tier in entry.tiers):
         if not dry_run:
             await tier.unmark_milestone(entry.id, name, removed_at)
@@ -146,7 +146,7 @@ async def mark(
     layout.milestone_file(name)  # refuses a bad name before the first marker is written
     if not keeps_milestones(config):
         print_note("tierd: no tier keeps milestones: milestones = false in every [lifecycle] section of the config")
-    marked_at = now().isoformat(timespec="milliseconds")
+    marked_at = timestamp()
     names: list[str] = []
     for tier in (tiers.by_name[tier] for tier in chosen.tiers):
         if not dry_run:

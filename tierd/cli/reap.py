@@ -24,7 +24,7 @@ from tierd.catalog.decisions import decisions, deletions, halted
 from tierd.catalog.identity import Identities
 from tierd.catalog.listing import refresh
 from tierd.cli import options
-from tierd.cli.console import now, print_note, print_report, print_result, table
+from tierd.cli.console import print_note, print_report, print_result, table, timestamp
 from tierd.cli.log import check_key, command_trail
 from tierd.cli.opened_tiers import PARTIAL, OpenedTiers, exit_code
 from tierd.cli.options import check_tier, settings_of
@@ -194,7 +194,7 @@ class _Errors(Incidents):
     """Errors of the worker, kept for the report instead of being logged."""
 
     def __init__(self, metrics: Metrics) -> None:
-        super().__init__(metrics, lambda: now().isoformat())
+        super().__init__(metrics, timestamp)
         self.recorded: list[TierdError] = []
 
     def record(self, stage: str, error: Exception, checkpoint: CheckpointId | None = None) -> None:

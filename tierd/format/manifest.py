@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ import msgspec
 from tierd.errors import Corrupt, NewerFormat, TierdError
 from tierd.format import checksum, digest, layout
 from tierd.format.ids import WORLD_SIZE_MAX, CheckpointId, checkpoint_id
+from tierd.format.text import parse_time
 
 FORMAT_VERSION = 1
 MANIFEST_BYTES_MAX = 64 << 20  # 64 MiB: 10,000 shards of 400 chunks
@@ -82,12 +83,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def created(self) -> datetime | None:
-        """`created_at` in UTC, also assumed if it has no zone. None if it is not a time: `decode` does not check it."""
-        try:
-            created = datetime.fromisoformat(self.created_at)
-            return created.replace(tzinfo=UTC) if created.tzinfo is None else created.astimezone(UTC)
-        except (ValueError, OverflowError):
-            return None
+        """None if `created_at` is not a time: `decode` does not check it."""
+        return parse_time(self.created_at)
 
     @property
     def save_digest(self) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 
 TEXT_CHARS_MAX = 4096  # of one text that is shown: an error with its hint has some hundred characters
 CUT = "…"
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def printable(text: str, chars_max: int = TEXT_CHARS_MAX) -> str:
@@ -68,3 +70,21 @@ def duration(seconds: float) -> str:
         if seconds >= unit_s:
             return f"{int(seconds // unit_s)} {unit} {int(seconds % unit_s // below_s)} {below}"
     return f"{seconds:.0f} s"
+
+
+def parse_time(text: str) -> datetime | None:
+    """A time in ISO 8601, in UTC, which is also assumed if it has no zone. None if it is no time."""
+    try:
+        time = datetime.fromisoformat(text)
+        return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
+
+
+def time_text(unix_ns: int) -> str:
+    """ISO 8601 in UTC, to the microsecond. 1970 for a time that no calendar has."""
+    try:
+        time = _EPOCH + timedelta(microseconds=unix_ns // 1000)
+    except OverflowError:
+        time = _EPOCH
+    return time.isoformat(timespec="microseconds")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tierd.errors import BadRequest
 from tierd.format.ids import Generation, Rank, Run
-from tierd.format.wire import OUTCOMES
+from tierd.format.wire import OUTCOMES, REASON_CHARS_MAX
 
 RUNS_MAX = 1024
 RUNNING = "running"  # the state of a run while a rank is connected
@@ -19,7 +19,6 @@ ENDED_BADLY = ("lost", "failed", "halted")  # outcomes after which a person is e
 ENDED_RECENT_S = 24 * 3600.0  # an outcome is an alarm for so long: then the run is taken for abandoned
 LOST = OUTCOMES.index("lost")
 GOOD_ORDER = {OUTCOMES.index(outcome) for outcome in ("finished", "stopped", "halted")}
-REASON_CHARS_MAX = 1000
 
 
 @dataclass(slots=True)

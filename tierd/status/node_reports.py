@@ -11,6 +11,7 @@ from tierd.catalog.catalog import Catalog
 from tierd.catalog.entry import SentParts
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.node_file import NodeFile, ranks_text
+from tierd.format.text import parse_time
 
 SKEW_S = 60.0  # between the clocks of two nodes
 
@@ -141,9 +142,7 @@ def everywhere_report(catalog: Catalog, run: Run, now: datetime) -> NewestCheckp
 def age_s(created_at: str, now: datetime) -> float | None:
     """Seconds from `created_at` to `now`; None if it is no time, because a manifest may hold any text, or a time to
     come, because then a clock was wrong and the age is not known."""
-    try:
-        created = datetime.fromisoformat(created_at)
-    except ValueError:
+    if (created := parse_time(created_at)) is None:
         return None
-    seconds = (now - created.replace(tzinfo=created.tzinfo or now.tzinfo)).total_seconds()
+    seconds = (now - created).total_seconds()
     return None if seconds < -SKEW_S else max(0.0, seconds)

@@ -24,7 +24,9 @@ ATTEMPTS = 6
 RETRY_MIN_S, RETRY_MAX_S = 0.2, 3.0
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0  # without a byte
-RATE_MIN_BYTES_S = 1 << 20  # a node that sends more slowly than this counts as one that does not answer
+RATE_MIN_BYTES_S = (
+    1 << 20
+)  # of one connection: a node that sends or reads more slowly counts as one that does not answer
 CONNECTIONS_MAX = 4  # to one node, which others read too
 RECEIVED_BYTES = 1 << 20  # of an answer, before they are copied
 

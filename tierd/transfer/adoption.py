@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -152,7 +152,7 @@ def new_head(checkpoint: CheckpointId, tree: SourceTree, *, sequence: int, world
         sequence=sequence,
         parent=None,
         world_size=world_size,
-        created_at=created_at(tree),
+        created_at=tree.created_at,
         kind=ADOPTED,
         metrics={},
         architecture_hash="",
@@ -221,15 +221,6 @@ def next_id(
             hint="its next generation and sequence follow from them; docs/RUNBOOK.md#tier-unreachable",
         )
     return checkpoint_id(run, step or 0, generation or (entries[0].id.generation if entries else 1))
-
-
-def created_at(tree: SourceTree) -> str:
-    """When the newest file was written, as ISO 8601 in UTC, to the microsecond."""
-    try:
-        written = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=tree.modified_ns // 1000)
-    except OverflowError:
-        written = datetime(1970, 1, 1, tzinfo=UTC)
-    return written.isoformat(timespec="microseconds")
 
 
 async def scan_settled(path: Path, pool: ThreadPool, now: Callable[[], datetime]) -> SourceTree:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 
 from tierd.descriptors import read_all
 from tierd.errors import BadConfig, Corrupt, NotFound, Transient
+from tierd.format.text import time_text
 
 
 class ForeignFile:
@@ -31,8 +31,8 @@ class ForeignFile:
         return self._before.st_size
 
     @property
-    def modified_s(self) -> float:
-        return self._before.st_mtime
+    def modified_ns(self) -> int:
+        return self._before.st_mtime_ns
 
     def read(self, length: int, offset: int) -> bytes:
         """At most `length` bytes."""
@@ -62,9 +62,4 @@ def _version(status: os.stat_result) -> tuple[int, ...]:
 
 def created_at(files: Iterable[ForeignFile]) -> str:
     """When the newest of the files was written."""
-    newest_s = max(file.modified_s for file in files)
-    try:
-        written = datetime.fromtimestamp(newest_s, UTC)
-    except (OverflowError, ValueError):  # a time that no calendar has
-        written = datetime(1970, 1, 1, tzinfo=UTC)
-    return written.isoformat(timespec="microseconds")
+    return time_text(max(file.modified_ns for file in files))

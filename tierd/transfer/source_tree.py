@@ -16,6 +16,7 @@ from pathlib import Path
 from tierd.descriptors import read_all
 from tierd.errors import BadRequest, NotFound, TierdError, TierUnreachable, Transient, Unsupported
 from tierd.format import adopted
+from tierd.format.text import time_text
 from tierd.tiers.direct_io import clone_file
 from tierd.tiers.new_file import Uses
 from tierd.tiers.tree import FOLDER, NO_LINK, Tree, closing_fd
@@ -74,6 +75,11 @@ class SourceTree:
     def modified_ns(self) -> int:
         """When the newest of its files was written, in Unix time."""
         return max((entry.modified_ns for entry in self.files), default=0)
+
+    @property
+    def created_at(self) -> str:
+        """When the newest of its files was written, as in a manifest."""
+        return time_text(self.modified_ns)
 
     @property
     def folders_changed_ns(self) -> int:

@@ -18,6 +18,7 @@ from typing import cast
 
 from tierd.errors import BadRequest, NotFound, Transient, Unsupported
 from tierd.format.flat_file import HEADER
+from tierd.format.shard import HEADER_BYTES_MAX
 from tierd.lifecycle.watched import ZIP_TAIL_BYTES, Listed, Preset, Whole, is_zip_end
 from tierd.tiers.tree import FOLDER, NO_LINK, closing_fd
 from tierd.transfer.source_tree import SourceEntry, SourceFile, SourceTree, scan
@@ -25,7 +26,6 @@ from tierd.transfer.source_tree import SourceEntry, SourceFile, SourceTree, scan
 NAMES_MAX = 100_000  # in the folder; the rest is not scanned
 MARKER_BYTES_MAX = 256 << 20  # trainer_state.json has all that a training has logged
 BESIDE_BYTES_MAX = 4096
-HEADER_BYTES_MAX = 100 << 20  # of a safetensors file, as in its own reader
 CHECKED = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors")
 _SIZE = struct.Struct("<Q")
 

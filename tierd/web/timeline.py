@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from tierd.format.ids import CheckpointId
+from tierd.format.text import parse_time
 from tierd.status.checkpoint_report import CheckpointRow
 
 SHOWN_MAX = 300  # checkpoints; the newest
@@ -74,9 +75,9 @@ def timeline(
     rows: Sequence[CheckpointRow], tiers: Sequence[str], parents: Mapping[CheckpointId, CheckpointId | None]
 ) -> Timeline | None:
     """`rows`: of one run. `tiers`: the lanes, nearest first. None if no row has a time."""
-    dated = sorted(
-        ((at_s, row) for row in rows if (at_s := _time_s(row.created_at)) is not None), key=lambda one: one[0]
-    )
+    times = [(parse_time(row.created_at), row) for row in rows]
+    dated = [(time.timestamp(), row) for time, row in times if time is not None]
+    dated.sort(key=lambda pair: pair[0])
     shown = dated[-SHOWN_MAX:]
     if not shown:
         return None
@@ -149,16 +150,6 @@ def _mark(x: float, row: CheckpointRow, tier: str) -> Mark:
 def _number(row: CheckpointRow, name: str) -> float | None:
     value = row.metrics.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _time_s(created_at: str) -> float | None:
-    """Unix time, UTC assumed if it has no zone; None if it is no time in UTC: a manifest may hold any text."""
-    try:
-        created = datetime.fromisoformat(created_at)
-        created = created.replace(tzinfo=UTC) if created.tzinfo is None else created.astimezone(UTC)
-        return created.timestamp()
-    except (ValueError, OverflowError):
-        return None
 
 
 def _shown_time(at_s: float) -> str:

@@ -26,7 +26,7 @@ from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, check_run
 from tierd.format.manifest import Manifest
 from tierd.lifecycle.watched import Whole, preset_of
 from tierd.tiers.tier import Tier
-from tierd.transfer.adoption import adopted_id, created_at, new_head
+from tierd.transfer.adoption import adopted_id, new_head
 from tierd.transfer.source_tree import SourceTree
 from tierd.workers.watch_claim import TIMEOUT_S, WatchClaim
 
@@ -172,7 +172,7 @@ class Announcements:
             sequence = self._context.catalog.sequence_max(checkpoint.run) + 1
             head = new_head(checkpoint, tree, sequence=sequence, world_size=self._watch.nodes)
             announced = Announced(**msgspec.structs.asdict(head), claim=self._claim.number)
-        elif (announced.claim, announced.created_at) != (self._claim.number, created_at(tree)):
+        elif (announced.claim, announced.created_at) != (self._claim.number, tree.created_at):
             return None
         failpoint("watch.announce")
         written = [name for name, each in known.items() if isinstance(each, Announced)]

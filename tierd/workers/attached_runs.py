@@ -11,7 +11,6 @@ import logging
 import os
 import stat
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -21,7 +20,7 @@ from tierd.errors import TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import Generation, Run, is_run
 from tierd.format.node_file import ranks_text
-from tierd.format.text import printable
+from tierd.format.text import parse_time, printable
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S, RUNNING, RUNS_MAX
 from tierd.tiers.tree import translated
 
@@ -107,11 +106,10 @@ class AttachedRuns:
             self._restore(record, age_s)
 
     def _age_s(self, record: _Record) -> float | None:
-        """None: its time is no time of the past, so it would stay for ever."""
-        with suppress(ValueError, TypeError, OverflowError):
-            age_s = (self._context.now() - datetime.fromisoformat(record.since)).total_seconds()
-            return age_s if age_s >= 0 else None
-        return None
+        """None if it has no time, or one in the future: it would stay forever."""
+        since = parse_time(record.since)
+        age_s = -1.0 if since is None else (self._context.now() - since).total_seconds()
+        return age_s if age_s >= 0 else None
 
     def _restore(self, record: _Record, age_s: float) -> None:
         run, reason = Run(record.run), printable(record.reason, TEXT_CHARS_MAX)

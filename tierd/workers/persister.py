@@ -21,7 +21,6 @@ from tierd.format.manifest import Manifest
 from tierd.memory.slot import SlotEvent, SlotState
 from tierd.memory.snapshot_set import Snapshot, SnapshotSet
 from tierd.tiers.pool import for_each
-from tierd.tiers.tier import Tier
 from tierd.workers.hot_space import HotSpace, MakeRoom
 from tierd.workers.recovery import clear_uncommitted
 
@@ -132,7 +131,7 @@ class Persister:
             files = snapshot_set.make_manifest(sequence=committed.sequence).files
             is_same = all(file in committed.files for file in files)
         if not is_same:
-            raise _conflict(self._hot, snapshot_set.id)
+            raise self._hot.conflict(snapshot_set.id)
         self._catalog.claims.written_here.add(snapshot_set.id)
 
     def _send_persisted(self, snapshot_set: SnapshotSet) -> None:
@@ -199,7 +198,7 @@ class Persister:
             await self._hot.commit(manifest, milestones=milestones)
             failpoint("persist.committed")
             if (other := self._catalog.get(checkpoint)) is not None and other.contradiction(manifest):
-                raise _conflict(self._hot, checkpoint)  # a listing of a cold tier found it during the commit
+                raise self._hot.conflict(checkpoint)  # a listing of a cold tier found it during the commit
         except TierdError:
             with contextlib.suppress(TierdError):  # report the first error, not one of the clean-up
                 await clear_uncommitted(self._hot, checkpoint)
@@ -219,10 +218,3 @@ class Persister:
         context.cadences.persisted(checkpoint.run, persist_s)
         self._metrics.snapshots_total.labels(run=checkpoint.run, outcome="persisted").inc()
         return manifest
-
-
-def _conflict(hot: Tier, checkpoint: CheckpointId) -> Corrupt:
-    return Corrupt(
-        f"write {checkpoint} in {hot.name}: another checkpoint with the same id is committed",
-        hint="do two jobs write one run? Rename one of them; nothing was overwritten",
-    )

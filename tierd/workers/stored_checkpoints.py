@@ -17,7 +17,7 @@ from tierd.errors import NotFound, TierdError, Transient
 from tierd.format.adopted import AdoptedTree, merged, nodes_of
 from tierd.format.ids import CheckpointId, check_run
 from tierd.format.layout import parse_key
-from tierd.transfer.adoption import created_at, is_same_tree, read_tree
+from tierd.transfer.adoption import is_same_tree, read_tree
 from tierd.transfer.source_tree import SourceTree
 
 TREES_MAX = 64  # that are kept in memory
@@ -44,7 +44,7 @@ class StoredCheckpoints:
         if newest and self._apart:
             with suppress(ValueError, OverflowError):
                 newest = (datetime.fromisoformat(newest) - self._apart).isoformat(timespec="microseconds")
-        return created_at(tree) < newest
+        return tree.created_at < newest
 
     def _newest_created_at(self) -> str:
         """A time in the future is wrong, and would keep everything from being adopted, so it does not count."""

@@ -7,8 +7,6 @@ from tierd.format import wire
 from tierd_client.log import log
 from tierd_client.snapshot.handle import Shot
 
-REASON_CHARS_MAX = 1000
-
 
 class Halted(SystemExit):
     """Raised by `Client.halt`: ends the process with code 17. A person must decide before the run goes on."""
@@ -37,7 +35,7 @@ def outcome_of(error: BaseException | None, stop_reason: str) -> wire.Goodbye:
             return outcome_of(None, stop_reason)
         case _:
             state, reason = "failed", f"{type(error).__name__}: {error}"
-    return wire.Goodbye(state=state, reason=reason[:REASON_CHARS_MAX])
+    return wire.Goodbye(state=state, reason=reason[: wire.REASON_CHARS_MAX])
 
 
 def wait_last_snapshot(step: int | None, shot: Shot | None, timeout_s: float) -> None:
