@@ -18,7 +18,7 @@ import pytest
 from tierd.audit import QUEUED_MAX, AuditTrail, TrailFiles, Who
 from tierd.errors import BadConfig, TierdError
 from tierd.format import audit, layout
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.signature import Keyring, new_key
 
 
@@ -34,9 +34,9 @@ async def test_a_restart_continues_the_chain(tmp_path: Path) -> None:
     keyring = Keyring([new_key()])
     for run in ("first", "second"):
         trail = make_trail(tmp_path, keyring)
-        trail.record(Action.COMMITTED, run=run, tier="hot")
+        trail.record(EventKind.COMMITTED, run=run, tier="hot")
         assert await trail.run_once()
-        trail.record(Action.EVICTED, run=run, tier="hot", who=Who("operator", 7, 8))
+        trail.record(EventKind.EVICTED, run=run, tier="hot", who=Who("operator", 7, 8))
         await trail.close()
     chain = await check(tmp_path, keyring)
     assert chain.problem == ""
@@ -50,7 +50,7 @@ async def test_the_file_is_the_users_alone_and_no_key_of_the_tier(tmp_path: Path
     former = os.umask(0)
     try:
         trail = make_trail(tmp_path)
-        trail.record(Action.STARTED)
+        trail.record(EventKind.STARTED)
         await trail.close()
     finally:
         os.umask(former)
@@ -61,13 +61,13 @@ async def test_the_file_is_the_users_alone_and_no_key_of_the_tier(tmp_path: Path
 
 async def test_an_incomplete_last_line_is_cut_off_and_noted(tmp_path: Path) -> None:
     trail = make_trail(tmp_path)
-    trail.record(Action.COMMITTED, run="a")
+    trail.record(EventKind.COMMITTED, run="a")
     await trail.close()
     path = tmp_path / layout.AUDIT / layout.audit_file(1)
     os.truncate(path, path.stat().st_size - 20)
     trail = make_trail(tmp_path)
     await trail.run_once()
-    trail.record(Action.STARTED)
+    trail.record(EventKind.STARTED)
     await trail.run_once()
     await trail.close()
     chain = await check(tmp_path)
@@ -116,7 +116,7 @@ async def test_an_incomplete_last_line_is_noted_by_a_daemon_that_ends_during_its
 async def test_the_oldest_files_are_deleted_and_the_chain_goes_on(tmp_path: Path) -> None:
     trail = make_trail(tmp_path, file_bytes_max=1000)
     for number in range(40):
-        trail.record(Action.COMMITTED, run=f"run{number}")
+        trail.record(EventKind.COMMITTED, run=f"run{number}")
         await trail.run_once()
     await trail.close()
     files = sorted((tmp_path / layout.AUDIT).iterdir())
@@ -140,14 +140,14 @@ async def test_a_new_file_whose_first_line_was_not_written_continues_the_chain(t
 
 async def test_a_full_disk_is_reported_once_and_the_events_are_written_later(tmp_path: Path) -> None:
     trail = make_trail(tmp_path)
-    trail.record(Action.STARTED)
+    trail.record(EventKind.STARTED)
     await trail.run_once()
     path = tmp_path / layout.AUDIT / layout.audit_file(1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, hard))  # the write is cut short
     try:
         for number in range(QUEUED_MAX + 5):
-            trail.record(Action.COMMITTED, run=f"run{number}")
+            trail.record(EventKind.COMMITTED, run=f"run{number}")
         with pytest.raises(TierdError):
             await trail.run_once()
         assert await trail.run_once() is False
@@ -164,7 +164,7 @@ async def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, cap
     (tmp_path / layout.AUDIT).write_bytes(b"")
     trail = make_trail(tmp_path)
     with caplog.at_level(logging.INFO, "tierd"):
-        trail.record(Action.COMMITTED, run="a", tier="hot")
+        trail.record(EventKind.COMMITTED, run="a", tier="hot")
         with pytest.raises(TierdError):
             await trail.run_once()
         await trail.close()
@@ -174,9 +174,9 @@ async def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path, cap
 
 async def test_a_command_appends_between_events_of_the_daemon(tmp_path: Path) -> None:
     trail = make_trail(tmp_path)
-    trail.record(Action.STARTED)
+    trail.record(EventKind.STARTED)
     await trail.run_once()
-    event = AuditTrail().record(Action.MARKED, run="a", who=Who.this_process("command"))
+    event = AuditTrail().record(EventKind.MARKED, run="a", who=Who.this_process("command"))
     await asyncio.to_thread(TrailFiles(tmp_path, None, create=False).append, deque([event]))
     await trail.close()
     chain = await check(tmp_path)
@@ -196,7 +196,7 @@ async def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> No
     path.parent.mkdir()
     path.symlink_to(victim)
     trail = make_trail(tmp_path)
-    trail.record(Action.STARTED)
+    trail.record(EventKind.STARTED)
     with pytest.raises(TierdError):
         await trail.run_once()
     await trail.close()
@@ -207,10 +207,10 @@ async def test_events_whose_sync_failed_are_written_later_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trail = make_trail(tmp_path)
-    trail.record(Action.STARTED)
+    trail.record(EventKind.STARTED)
     await trail.run_once()
     for run in ("a", "b"):
-        trail.record(Action.COMMITTED, run=run)
+        trail.record(EventKind.COMMITTED, run=run)
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", lose)
         with pytest.raises(TierdError):
@@ -236,9 +236,9 @@ async def test_a_process_that_holds_the_lock_delays_events_for_a_limited_time(
     """Such as a command that was stopped by a signal."""
     monkeypatch.setattr("tierd.audit.LOCK_TRIES", 2)
     trail = make_trail(tmp_path)
-    trail.record(Action.STARTED)
+    trail.record(EventKind.STARTED)
     await trail.run_once()
-    trail.record(Action.COMMITTED, run="a")
+    trail.record(EventKind.COMMITTED, run="a")
     holder = os.open(tmp_path / layout.AUDIT, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
     with pytest.raises(TierdError, match="another process holds its lock"):
@@ -251,13 +251,13 @@ async def test_a_process_that_holds_the_lock_delays_events_for_a_limited_time(
 
 def test_a_trail_that_is_rotated_while_it_is_read_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = TrailFiles(tmp_path, None, create=True, file_bytes_max=1000)
-    writer.append(deque(AuditTrail().record(Action.COMMITTED, run=f"run{number}") for number in range(40)))
+    writer.append(deque(AuditTrail().record(EventKind.COMMITTED, run=f"run{number}") for number in range(40)))
     listdir = os.listdir
 
     def list_and_rotate(path: Path) -> list[str]:
         names = listdir(path)
         monkeypatch.setattr(os, "listdir", listdir)
-        writer.append(deque(AuditTrail().record(Action.COMMITTED, run=f"more{number}") for number in range(10)))
+        writer.append(deque(AuditTrail().record(EventKind.COMMITTED, run=f"more{number}") for number in range(10)))
         return names
 
     monkeypatch.setattr(os, "listdir", list_and_rotate)
@@ -269,7 +269,7 @@ async def test_after_a_key_was_removed_its_events_cannot_be_checked_and_the_chai
     old, new = new_key(), new_key()
     for keys in ([old], [new, old], [new]):
         trail = make_trail(tmp_path, Keyring(keys))
-        trail.record(Action.COMMITTED, run="a")
+        trail.record(EventKind.COMMITTED, run="a")
         await trail.close()
     chain = await check(tmp_path, Keyring([new]))
     assert (chain.problem, len(chain.events)) == ("", 6)
@@ -292,7 +292,7 @@ async def test_a_trail_of_another_key_alone_is_a_broken_chain(tmp_path: Path) ->
 
 def test_no_event_without_a_signature_is_appended_to_signed_ones(tmp_path: Path) -> None:
     keyring = Keyring([new_key()])
-    event = AuditTrail().record(Action.STARTED)
+    event = AuditTrail().record(EventKind.STARTED)
     TrailFiles(tmp_path, keyring, create=True).append(deque([event]))
     with pytest.raises(BadConfig, match="its events are signed, and no key is configured"):
         TrailFiles(tmp_path, None, create=False).append(deque([event]))

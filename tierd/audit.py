@@ -25,7 +25,7 @@ import tierd
 from tierd.descriptors import read_all
 from tierd.errors import BadConfig, TierdError, TierUnreachable
 from tierd.format import audit, layout
-from tierd.format.audit import Action, Event
+from tierd.format.audit import Event, EventKind
 from tierd.format.ids import CheckpointId
 from tierd.format.signature import Keyring
 from tierd.format.text import printable
@@ -84,7 +84,7 @@ class AuditTrail:
 
     def record(
         self,
-        action: Action,
+        action: EventKind,
         *,
         checkpoint: CheckpointId | None = None,
         run: str = "",
@@ -122,7 +122,7 @@ class AuditTrail:
         return event
 
     def begin(self) -> None:
-        self.record(Action.STARTED, reason=f"tierd {tierd.__version__}")
+        self.record(EventKind.STARTED, reason=f"tierd {tierd.__version__}")
 
     async def run_once(self) -> bool:
         """Write the queued events. Raises a TierdError for the first of several attempts that fail."""
@@ -140,7 +140,7 @@ class AuditTrail:
 
     async def close(self) -> None:
         """At the end of the daemon: write what is queued, and log where the trail ends."""
-        self.record(Action.ENDED)
+        self.record(EventKind.ENDED)
         await self.flush(timeout_s=CLOSE_TIMEOUT_S)
 
     async def flush(self, *, timeout_s: float = WRITE_TIMEOUT_S) -> None:
@@ -163,7 +163,7 @@ class AuditTrail:
         torn_bytes, self._files.torn_bytes = self._files.torn_bytes, 0
         if torn_bytes:
             reason = f"{torn_bytes} bytes of an incomplete last line were removed"
-            self.record(Action.TRAIL_CUT, reason=reason)
+            self.record(EventKind.TRAIL_CUT, reason=reason)
         return tail
 
 

@@ -34,7 +34,7 @@ def open_cold_tier(
     """`on_request` gets (operation, outcome) of each attempt of a request to a bucket. `access`: of what is written
     into a directory. `keyring`: as of `Tier`."""
     if (root := config.directory) is not None:
-        timeout_s = 2 * limits.request_timeout_s
+        timeout_s = limits.directory_timeout_s
         store = DirectoryStore(root, max_write_mib_s=config.max_upload_mib_s, timeout_s=timeout_s, access=access)
         return Tier(config.name, store, limits=limits, keyring=keyring, deletes=config.deletes)
     # Imported here, so that boto3 (0.3 s, 30 MB) is loaded only where a bucket is configured.

@@ -123,7 +123,7 @@ class _Daemon:
             on_limit=self._limit_writes,
             now_s=time.monotonic,
         )
-        hot_store = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s, access=config.access)
+        hot_store = DirectoryStore(config.hot_path, timeout_s=config.limits.directory_timeout_s, access=config.access)
         self._wakes: defaultdict[str, Wake] = defaultdict(Wake)  # of a worker that does not run, too
         files, on_event = TrailFiles(config.hot_path, keyring, create=True), self._wakes["audit"].set
         self._copies = PartCopies(config, keyring) if config.peers.listen else None

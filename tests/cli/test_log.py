@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from tierd.audit import AuditTrail, TrailFiles
 from tierd.cli.app import make_app
 from tierd.format import layout
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def config(tmp_path: Path) -> Path:
     config.write_text('[hot]\npath = "hot"\n')
     times = iter(["2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00", "2026-01-03T00:00:00+00:00"])
     trail = AuditTrail(node="n\x1b[2J", now=lambda: next(times))
-    events = deque(trail.record(Action.COMMITTED, run=run, tier="hot") for run in ("a", "b", "a"))
+    events = deque(trail.record(EventKind.COMMITTED, run=run, tier="hot") for run in ("a", "b", "a"))
     TrailFiles(tmp_path / "hot", None, create=True).append(events)
     return config
 

@@ -17,7 +17,7 @@ from tests.support.cli import House, make_checkpoint, make_house
 from tests.support.s3 import BUCKET
 from tierd.audit import AuditTrail, TrailFiles
 from tierd.format import layout
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.ids import Generation, Run
 from tierd.format.signature import ED25519, Keyring, new_key
 
@@ -292,7 +292,7 @@ def test_deletions_are_in_an_audit_trail_in_the_folder_that_was_named(house: Hou
 
 def test_deletions_are_in_the_audit_trail_of_the_node_where_there_is_one(house: House) -> None:
     house.hot.mkdir(mode=0o700)
-    TrailFiles(house.hot, None, create=True).append(deque([AuditTrail().record(Action.STARTED)]))
+    TrailFiles(house.hot, None, create=True).append(deque([AuditTrail().record(EventKind.STARTED)]))
     house.json("reap")
     assert events_of(house, house.hot)[1:] == [("expired", "command", step) for step in (100, 200, 300)]
 
@@ -300,7 +300,7 @@ def test_deletions_are_in_the_audit_trail_of_the_node_where_there_is_one(house: 
 def test_without_its_key_no_command_writes_beside_a_signed_trail(house: House) -> None:
     house.hot.mkdir(mode=0o700)
     keyring = Keyring([new_key()])
-    TrailFiles(house.hot, keyring, create=True).append(deque([AuditTrail().record(Action.STARTED)]))
+    TrailFiles(house.hot, keyring, create=True).append(deque([AuditTrail().record(EventKind.STARTED)]))
     for command in (["reap"], ["milestone", "--step", "100", "best"]):
         result = house.tierd(*command)
         assert (result.exit_code, "its audit trail is signed" in result.stderr) == (2, True)

@@ -12,7 +12,7 @@ import pytest
 
 from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import HOT, checkpoint_id
-from tierd.lifecycle.forecast import GIB, Forecast, Held, forecast, full_in_s, goes_on
+from tierd.lifecycle.forecast import GIB, Forecast, RunInTier, forecast, full_in_s, goes_on
 from tierd.lifecycle.policy import CheckpointView, kept
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -168,8 +168,8 @@ def test_forecast_of_no_checkpoints_is_empty() -> None:
     assert forecast([], {}, LifecycleConfig(), cold={COLD: 1.0}, own={}) == []
 
 
-def held(views: list[CheckpointView], *rules: TierPolicy, tier: str = HOT) -> Held:
-    return Held(tier=tier, views=views, sizes=dict.fromkeys((one.id for one in views), GIB), rules=rules)
+def held(views: list[CheckpointView], *rules: TierPolicy, tier: str = HOT) -> RunInTier:
+    return RunInTier(tier=tier, views=views, sizes=dict.fromkeys((one.id for one in views), GIB), rules=rules)
 
 
 def test_a_disk_is_full_when_the_last_ones_that_are_kept_do_not_fit() -> None:

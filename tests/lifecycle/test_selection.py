@@ -21,7 +21,7 @@ from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.lifecycle.selection import (
     Candidate,
     CheckpointQuery,
-    Inventory,
+    SelectableReplicas,
     Selected,
     UnreadableReplica,
     select,
@@ -221,7 +221,7 @@ CASES = {
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def inventory_of(case: Case) -> Inventory:
+def inventory_of(case: Case) -> SelectableReplicas:
     candidates = [
         Candidate(
             id=one.id,
@@ -237,7 +237,9 @@ def inventory_of(case: Case) -> Inventory:
         for one in case.tiers
         for tier in f"{one.torn} {one.newer}".split()
     ]
-    return Inventory(candidates=candidates, unreadable=unreadable, unlisted=dict.fromkeys(case.unlisted, "503"))
+    return SelectableReplicas(
+        candidates=candidates, unreadable=unreadable, unlisted=dict.fromkeys(case.unlisted, "503")
+    )
 
 
 def reported_steps(case: Case, text: str) -> tuple[int, ...]:
@@ -362,7 +364,9 @@ def test_tierd_restore_agrees_with_the_table(case: Case, tmp_path: Path, monkeyp
 
 
 def test_gravest_error_is_raised_whatever_failed_last() -> None:
-    inventory = Inventory(candidates=[Candidate(id=checkpoint_id(RUN, 1, 1), milestones=frozenset(), tiers=TIERS)])
+    inventory = SelectableReplicas(
+        candidates=[Candidate(id=checkpoint_id(RUN, 1, 1), milestones=frozenset(), tiers=TIERS)]
+    )
     errors: dict[str, TierdError] = {"hot": NotFound("gone"), "cold": Corrupt("bad"), "dr": TierUnreachable("503")}
     failed = {(checkpoint_id(RUN, 1, 1), tier): error for tier, error in errors.items()}
     with pytest.raises(Corrupt, match="bad"):
@@ -374,7 +378,7 @@ def test_gravest_error_is_raised_whatever_failed_last() -> None:
 
 def test_replica_that_failed_and_is_no_longer_listed_is_not_answered_with_not_found() -> None:
     """A trainer starts from scratch on NotFound."""
-    empty = Inventory(candidates=[])
+    empty = SelectableReplicas(candidates=[])
     with pytest.raises(TierUnreachable, match="503"):
         select(CheckpointQuery(run=RUN), empty, {(checkpoint_id(RUN, 1, 1), "cold"): TierUnreachable("503")})
     with pytest.raises(Corrupt, match="in hot is damaged"):
@@ -385,11 +389,11 @@ def test_query_without_a_run_needs_one_run_only() -> None:
     one, other = (
         Candidate(id=checkpoint_id(run, 1, 1), milestones=frozenset(), tiers=("hot",)) for run in (RUN, "other")
     )
-    assert select(CheckpointQuery(), Inventory(candidates=[one])).candidate is one
+    assert select(CheckpointQuery(), SelectableReplicas(candidates=[one])).candidate is one
     with pytest.raises(BadConfig, match="there are 2 runs") as caught:
-        select(CheckpointQuery(), Inventory(candidates=[one, other]))
+        select(CheckpointQuery(), SelectableReplicas(candidates=[one, other]))
     assert f"other, {RUN}" in caught.value.hint
-    assert select(CheckpointQuery(run=Run("other")), Inventory(candidates=[one, other])).candidate is other
+    assert select(CheckpointQuery(run=Run("other")), SelectableReplicas(candidates=[one, other])).candidate is other
 
 
 def test_selection_reads_the_inventory_once_however_many_replicas_fail() -> None:
@@ -404,7 +408,9 @@ def test_selection_reads_the_inventory_once_however_many_replicas_fail() -> None
         Candidate(id=checkpoint_id(RUN, step, 1), milestones=frozenset(), tiers=TIERS) for step in range(200)
     )
     failed: dict[tuple[CheckpointId, str], TierdError | None] = {}
-    selections = select_each(CheckpointQuery(run=RUN, allow_older=True), Inventory(candidates=candidates), failed)
+    selections = select_each(
+        CheckpointQuery(run=RUN, allow_older=True), SelectableReplicas(candidates=candidates), failed
+    )
 
     def fail_each() -> None:
         for selected in selections:
@@ -419,7 +425,7 @@ def test_selection_reads_the_inventory_once_however_many_replicas_fail() -> None
 # ── foreign checkpoints ──
 
 
-def with_foreign(tier: str, *, step: int = 200) -> Inventory:
+def with_foreign(tier: str, *, step: int = 200) -> SelectableReplicas:
     foreign = UnreadableReplica(id=checkpoint_id(RUN, step, 1), tier=tier, reason="it is not signed")
     return replace(inventory_of(Case(tiers=(GOOD_100,), outcome=NotFound)), foreign=[foreign])
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tierd.status.work_at_risk import RiskReport, Source, work_at_risk
+from tierd.status.work_at_risk import RestartPoint, RiskReport, work_at_risk
 
 SOURCES = {
-    "memory": Source(1, 120, 5.0),
-    "hot": Source(1, 110, 15.0),
-    "cold": Source(1, 100, 65.0),
-    "dr": Source(1, 60, 400.0),
+    "memory": RestartPoint(1, 120, 5.0),
+    "hot": RestartPoint(1, 110, 15.0),
+    "cold": RestartPoint(1, 100, 65.0),
+    "dr": RestartPoint(1, 60, 400.0),
 }
 
 
@@ -44,12 +44,16 @@ def test_a_run_that_does_not_train_loses_no_more_with_time() -> None:
 
 
 def test_the_copy_on_another_node_survives_the_node_and_not_the_region() -> None:
-    sources = {"all nodes": Source(1, 50, 1.0), "peer": Source(1, 40, 2.0), "cold": Source(1, 10, 3.0)}
+    sources = {
+        "all nodes": RestartPoint(1, 50, 1.0),
+        "peer": RestartPoint(1, 40, 2.0),
+        "cold": RestartPoint(1, 10, 3.0),
+    }
     assert [risk.tier for risk in work_at_risk(sources, world_size=4, is_running=True)] == ["all nodes", "peer", None]
 
 
 def test_a_newer_generation_is_newer_at_any_step_and_an_unknown_age_stays_unknown() -> None:
-    sources = {"hot": Source(2, 10, None), "cold": Source(1, 500, 9.0)}
+    sources = {"hot": RestartPoint(2, 10, None), "cold": RestartPoint(1, 500, 9.0)}
     trainers, node, _ = work_at_risk(sources, world_size=1, is_running=True, step_s=1.0)
     assert (trainers.tier, trainers.seconds, trainers.steps) == ("hot", None, 0)
     assert (node.tier, node.seconds, node.steps) == ("cold", 9.0, 0)
@@ -57,11 +61,11 @@ def test_a_newer_generation_is_newer_at_any_step_and_an_unknown_age_stays_unknow
 
 def test_a_start_that_has_saved_nothing_loses_its_own_work_and_not_the_time_before_it() -> None:
     """A run that rested for three days, and trains again for five minutes."""
-    sources = {"hot": Source(1, 120, 3 * 86400.0), "cold": Source(1, 100, 3 * 86400.0 + 60.0)}
+    sources = {"hot": RestartPoint(1, 120, 3 * 86400.0), "cold": RestartPoint(1, 100, 3 * 86400.0 + 60.0)}
     trainers, node, _ = work_at_risk(sources, world_size=2, is_running=True, step_s=2.0, started_s=300.0)
     assert (trainers.seconds, trainers.gpu_seconds, trainers.steps) == (300.0, 600.0, 150)
     assert (node.seconds, node.steps) == (360.0, 170)
-    trainers, _, _ = work_at_risk({"hot": Source(1, 120, None)}, world_size=2, is_running=True, started_s=300.0)
+    trainers, _, _ = work_at_risk({"hot": RestartPoint(1, 120, None)}, world_size=2, is_running=True, started_s=300.0)
     assert trainers.seconds == 300.0
 
 

@@ -151,12 +151,12 @@ def test_what_this_user_may_not_read_is_refused_by_name() -> None:
 
 
 def _adopt_as_other(folder: str) -> str:
-    from tierd.transfer.source_tree import SourceFile
+    from tierd.transfer.source_tree import OpenEntry
 
     try:
         tree = scan(Path(folder))
         for entry in tree.files:
-            SourceFile(tree, entry).close()
+            OpenEntry(tree, entry).close()
     except TierdError as error:
         return error.message.partition(" (")[0]
     return "readable"

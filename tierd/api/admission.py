@@ -30,7 +30,7 @@ from tierd.descriptors import close_all, open_all
 from tierd.errors import BadRequest, Full, Stale, TierdError, TierUnreachable, WrongSecret, text_of
 from tierd.failpoints import failpoint
 from tierd.format import wire
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.claim import Claim
 from tierd.format.ids import GENERATION_SEEN_MAX, HOT, WORLD_SIZE_MAX, Generation, Rank, Run, check_run
 from tierd.format.node_file import ranks_text
@@ -179,7 +179,7 @@ class Admission:
             if node is not None:
                 node = msgspec.structs.replace(node, claim=claim.claim, base=await self._base(run))
             who = Who("trainer", connection.peer_uid, connection.peer_pid)
-            self._context.audit.record(Action.CLAIMED, run=run, generation=generation, who=who)
+            self._context.audit.record(EventKind.CLAIMED, run=run, generation=generation, who=who)
         else:
             generation, unlisted = Generation(hello.generation), self._catalog.unlisted()
             if node is not None and self._memory.node(run) != node:
@@ -208,7 +208,7 @@ class Admission:
         self._peers.add(session)
         slots = self._take_over_slots(session, connection.peer_pid, is_same_generation=generation == previous)
         reason = f"rank {rank} of {hello.world_size}"
-        self._context.audit.record(Action.JOINED, run=run, generation=generation, reason=reason, who=session.peer)
+        self._context.audit.record(EventKind.JOINED, run=run, generation=generation, reason=reason, who=session.peer)
         return session, slots
 
     def _end_unproven(self, binding: TrainerSession) -> None:
@@ -226,7 +226,7 @@ class Admission:
         self.forget_writers(run)
         reason = f"it has a secret from now on; given up: {ended} connections and {slots} slots of peers without it"
         generation, who = binding.generation, binding.peer
-        self._context.audit.record(Action.BOUND, run=run, generation=generation, reason=reason, who=who)
+        self._context.audit.record(EventKind.BOUND, run=run, generation=generation, reason=reason, who=who)
 
     def _session(
         self,

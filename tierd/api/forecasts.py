@@ -17,7 +17,7 @@ from functools import partial
 from tierd.catalog.decisions import held
 from tierd.context import DaemonContext
 from tierd.format.ids import HOT, Run
-from tierd.lifecycle.forecast import Held, full_in_s, goes_on, pace_of
+from tierd.lifecycle.forecast import RunInTier, full_in_s, goes_on, pace_of
 from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
 from tierd.status.report import DiskForecast
 
@@ -78,7 +78,7 @@ class Forecasts:
 
 
 def _forecasts(
-    runs: Sequence[Held],
+    runs: Sequence[RunInTier],
     attached: Set[Run],
     free: Mapping[str, int | None],
     on_hot_disk: Collection[str],
@@ -101,7 +101,7 @@ def _forecasts(
     return TierForecasts(full_at, due_every_s)
 
 
-def _full_at(runs: Sequence[Held], free_bytes: int, now: datetime) -> datetime | str | None:
+def _full_at(runs: Sequence[RunInTier], free_bytes: int, now: datetime) -> datetime | str | None:
     """As of `TierForecasts`. Hot keeps room for the next checkpoints."""
     largest_bytes = max((run.checkpoint_bytes for run in runs if run.tier == HOT), default=0)
     try:

@@ -16,7 +16,7 @@ from tierd.api.session import TrainerSession, refused
 from tierd.audit import AuditTrail
 from tierd.errors import BadRequest, NotFound, TierdError, Transient
 from tierd.format import layout, wire
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.ids import Generation, Rank, Run
 from tierd.format.text import printable
 
@@ -55,7 +55,7 @@ class RankRequests:
             return
         reason = request.kind if request.milestone is None else f"{request.kind}, milestone {request.milestone}"
         generation = trainer.generation
-        self._audit.record(Action.REQUESTED, run=session.run, generation=generation, reason=reason, who=session.peer)
+        self._audit.record(EventKind.REQUESTED, run=session.run, generation=generation, reason=reason, who=session.peer)
         self.operators.add(session)
         number = next(self._numbers)
         self._pending[number] = _Pending(session, request.request, trainer)

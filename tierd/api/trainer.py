@@ -27,7 +27,7 @@ from tierd.descriptors import close_all
 from tierd.errors import BadRequest, Corrupt, Full, TierdError, Transient, WrongSecret
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.ids import MEMORY, CheckpointId, Rank, Run, check_run, checkpoint_id
 from tierd.format.text import printable
 from tierd.memory.slot import MappedSlot
@@ -330,7 +330,7 @@ class TrainerDoor:
                 self._metrics.restore_seconds.labels(tier=tier).observe(report.seconds)
                 if session.may_log():
                     reason = f"to step {report.step} by rank {session.rank}"
-                    self._context.audit.record(Action.RESTORED, run=run, tier=tier, reason=reason, who=session.peer)
+                    self._context.audit.record(EventKind.RESTORED, run=run, tier=tier, reason=reason, who=session.peer)
                 self._spawn(self._restorer.fetcher.restored(run))  # a rank reports it after all ranks have restored
             case "skipped":
                 if session.rank == FIRST:  # all ranks skip a step together, and each reports it

@@ -18,7 +18,7 @@ from tierd.format.layout import manifest_key
 from tierd.lifecycle import policy
 from tierd.lifecycle.backlog import give_up
 from tierd.lifecycle.everywhere import needed_parts
-from tierd.lifecycle.forecast import Forecast, Held, forecast, rules_by_tier
+from tierd.lifecycle.forecast import Forecast, RunInTier, forecast, rules_by_tier
 from tierd.lifecycle.policy import Action, Decision
 from tierd.lifecycle.pressure import ROOM_CHECKPOINTS, hot_deletions_for
 
@@ -267,18 +267,18 @@ def forecasts(catalog: Catalog, config: Config) -> list[Forecast]:
     return forecast(catalog.views(), sizes, config.lifecycle, cold=prices, own=config.own_policies)
 
 
-def held(catalog: Catalog, config: Config) -> list[Held]:
+def held(catalog: Catalog, config: Config) -> list[RunInTier]:
     """What each tier holds of each run."""
     rules = rules_by_tier(config.lifecycle, cold=[cold.name for cold in config.cold], own=config.own_policies)
     rules |= {name: [TierPolicy(keep_every=1)] for name in config.left_to_reap}  # this daemon deletes nothing there
     entries = {entry.id: entry for entry in catalog.entries()}
-    found: list[Held] = []
+    found: list[RunInTier] = []
     for _, unsorted in policy.by_run(catalog.views()):
         views = sorted(unsorted, key=lambda view: view.id.recency)
         for tier in rules:
             needed = [view.id for view in views if tier in view.tiers or view is views[-1]]
             sizes = {checkpoint: entries[checkpoint].held(tier).size_bytes for checkpoint in needed}
-            found.append(Held(tier=tier, views=views, sizes=sizes, rules=rules[tier]))
+            found.append(RunInTier(tier=tier, views=views, sizes=sizes, rules=rules[tier]))
     return found
 
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from tierd.catalog.catalog import Catalog
 from tierd.format.ids import HOT, MEMORY, CheckpointId, Run
 from tierd.format.layout import MANIFEST, parse_key
-from tierd.lifecycle.selection import Candidate, Inventory, UnreadableReplica
+from tierd.lifecycle.selection import Candidate, SelectableReplicas, UnreadableReplica
 
 
 def selectable_replicas(
@@ -18,7 +18,7 @@ def selectable_replicas(
     in_memory: Collection[CheckpointId] = (),
     health: Mapping[CheckpointId, bool | None] = MappingProxyType({}),
     unlisted: Mapping[str, str] | None = None,
-) -> Inventory:
+) -> SelectableReplicas:
     """What a restore selects from. `in_memory`: the checkpoints of the memory tier. `health`: of checkpoints that
     have no diagnosis marker yet. `unlisted`: why a tier could not be listed; default: the tiers not known now."""
     listed = {entry.id: entry for entry in catalog.entries(run)}
@@ -60,4 +60,4 @@ def selectable_replicas(
         for key, reason in knowledge.foreign.items()
         if key.endswith(f"/{MANIFEST}") and (checkpoint := parse_key(key)) and run in (None, checkpoint.run)
     ]
-    return Inventory(candidates=candidates, unreadable=unreadable, unlisted=unlisted, foreign=foreign)
+    return SelectableReplicas(candidates=candidates, unreadable=unreadable, unlisted=unlisted, foreign=foreign)

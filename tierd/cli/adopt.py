@@ -23,7 +23,7 @@ from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import settings_of
 from tierd.config.sections import Config
 from tierd.errors import BadConfig
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.ids import HOT, check_run
 from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.watched import PRESETS, fitting
@@ -122,7 +122,7 @@ async def adopt(
     source = _resolved(path)
     _check_outside_tiers(source, config)
     began_s = time.monotonic()
-    pool = ThreadPool(adoption.THREADS, "tierd-adopt", where=str(source), timeout_s=2 * config.limits.request_timeout_s)
+    pool = ThreadPool(adoption.THREADS, "tierd-adopt", where=str(source), timeout_s=config.limits.directory_timeout_s)
     try:
         async with open_tiers(settings_of(context)) as tiers:
             code = tiers.check_reachable()
@@ -156,7 +156,7 @@ async def adopt(
                     tiers, config, keyring, checkpoint, FolderAdoption(tree, pool=pool)
                 )
                 report.sequence = manifest.sequence
-                await record(config, Action.COMMITTED, checkpoint, HOT, reason=f"adopted from {source}")
+                await record(config, EventKind.COMMITTED, checkpoint, HOT, reason=f"adopted from {source}")
     finally:
         pool.close()
     report.seconds = round(time.monotonic() - began_s, 6)

@@ -172,7 +172,9 @@ async def _adopt_one(
         keyring = keyring_of(config.security.key_file, to_sign=True)
         _, cloned_bytes = await adopt_tree(tiers, config, keyring, checkpoint, source.adoption(tree))
         report.cloned_bytes += cloned_bytes
-        await record(config, audit.Action.COMMITTED, checkpoint, HOT, reason=f"adopted from {source.name}/{tree.name}")
+        await record(
+            config, audit.EventKind.COMMITTED, checkpoint, HOT, reason=f"adopted from {source.name}/{tree.name}"
+        )
     report.adopted.append(step)
 
 

@@ -44,7 +44,7 @@ async def adopt_tree(
     """(the committed manifest, how many bytes share blocks with the source)."""
     target = config.hot_path / checkpoint.run / checkpoint.name
     with atomic_output(target, size_bytes=0, access=config.access) as output:
-        timeout_s = 2 * config.limits.request_timeout_s
+        timeout_s = config.limits.directory_timeout_s
         url = f"file://{output.partial}"
         async with DirectoryStore(output.folder, timeout_s=timeout_s, access=output.access, url=url) as store:
             if not await attempt.can_clone_into(output.descriptor):

@@ -41,14 +41,14 @@ _SIZE = re.compile(r"([0-9]+)\s*(B|KB|MB|GB|TB)?", re.IGNORECASE)
 _FOLDER = "made"  # the folder or file to publish, inside the atomic output
 
 
-class Format(StrEnum):
+class ExportFormat(StrEnum):
     safetensors = "safetensors"
     torch = "torch"
     dcp = "dcp"
     flat = "flat"
 
 
-_ONE_FILE = {Format.torch: "checkpoint.pt", Format.flat: "checkpoint.bin"}
+_ONE_FILE = {ExportFormat.torch: "checkpoint.pt", ExportFormat.flat: "checkpoint.bin"}
 
 
 async def export(
@@ -57,7 +57,7 @@ async def export(
         Path,
         typer.Option("--to", metavar="PATH", help="A new or empty directory; for torch and flat, a new file."),
     ],
-    format: Annotated[Format, typer.Option("--format", help="What to write. torch and dcp need torch.")],
+    format: Annotated[ExportFormat, typer.Option("--format", help="What to write. torch and dcp need torch.")],
     prefix: Annotated[
         str,
         typer.Option(
@@ -86,7 +86,7 @@ async def export(
     if format in _ONE_FILE and target.is_dir():
         name = _ONE_FILE[format]
         raise BadConfig(f"export into {target}: {format.value} is one file", hint=f"--to {target / name}")
-    if format is Format.flat and prefix:
+    if format is ExportFormat.flat and prefix:
         raise BadConfig("export as flat: --prefix selects tensors by their names, and a flat file has none")
     ordered = [] if names is None else _read_names(names)
     size_max = _size_bytes(max_shard_size)
@@ -100,19 +100,19 @@ async def export(
                 f"export {manifest.id}: no tensor's name begins with {prefix!r}",
                 hint=f"they begin with {', '.join(prefixes[:20])}",
             )
-        if format is Format.safetensors:
+        if format is ExportFormat.safetensors:
             metadata = {"format": "pt", "run": manifest.run, "step": str(manifest.step)}
             metadata["generation"] = str(manifest.generation)
             files = [WholeFile(part, metadata) for part in split(tensors, size_max)]
             await _write_safetensors(files, folder, list(shards), output)
-        elif format is Format.flat:
+        elif format is ExportFormat.flat:
             file = _flat_file(shards, tensors, ordered, manifest)
             await _write_flat(file, folder, list(shards), output)
         else:
             await _write_with_torch(format, folder, output, prefix)
         return output.folder / _FOLDER
 
-    if format in (Format.torch, Format.dcp):
+    if format in (ExportFormat.torch, ExportFormat.dcp):
         check_torch(
             f"export as {format.value}",
             hint="pip install 'tierd[client]', or use --format safetensors, which needs no torch",
@@ -245,7 +245,7 @@ def check_torch(doing: str, *, hint: str) -> None:
         raise BadConfig(f"{doing}: {' and '.join(missing)} cannot be imported here", hint=hint)
 
 
-async def _write_with_torch(format: Format, folder: Path, output: AtomicOutput, prefix: str) -> None:
+async def _write_with_torch(format: ExportFormat, folder: Path, output: AtomicOutput, prefix: str) -> None:
     made = output.folder / _FOLDER
     # -P: do not import a module named torch from the current directory.
     command = [sys.executable, "-P", "-m", "tierd_client.export", format.value, str(folder), str(made), prefix]

@@ -11,7 +11,7 @@ from tierd.errors import NotFound, Unsupported
 from tierd.transfer.foreign_file import ForeignFile
 
 
-class Format(StrEnum):
+class ForeignFormat(StrEnum):
     safetensors = "safetensors"
     torch = "torch"
 
@@ -19,14 +19,14 @@ class Format(StrEnum):
 _JSON_AT = 8  # a safetensors file begins with the length of its header, and the header with a brace
 TORCH_BEGINNINGS = (b"PK\3\4", b"\x80\2")  # a zip archive, or of torch before 1.6 a pickle
 _BY_SUFFIX = {
-    ".safetensors": Format.safetensors,
-    ".pt": Format.torch,
-    ".pth": Format.torch,
-    ".ckpt": Format.torch,
+    ".safetensors": ForeignFormat.safetensors,
+    ".pt": ForeignFormat.torch,
+    ".pth": ForeignFormat.torch,
+    ".ckpt": ForeignFormat.torch,
 }  # of files that are torn
 
 
-def format_of(path: Path) -> Format:
+def format_of(path: Path) -> ForeignFormat:
     """Raises NotFound, BadConfig where it is no regular file, and Unsupported for a format that tierd does not read."""
     try:
         is_folder = path.is_dir()
@@ -37,9 +37,9 @@ def format_of(path: Path) -> Format:
     with closing(ForeignFile(path)) as file:
         head = file.read(_JSON_AT + 1, 0)
     if head[_JSON_AT:] == b"{":
-        return Format.safetensors
+        return ForeignFormat.safetensors
     if head.startswith(TORCH_BEGINNINGS):
-        return Format.torch
+        return ForeignFormat.torch
     if (by_suffix := _BY_SUFFIX.get(path.suffix)) is not None:
         return by_suffix
     raise Unsupported(
@@ -48,7 +48,7 @@ def format_of(path: Path) -> Format:
     )
 
 
-def _format_of_folder(path: Path) -> Format:
+def _format_of_folder(path: Path) -> ForeignFormat:
     try:
         names = os.listdir(path)
     except OSError as error:
@@ -61,7 +61,7 @@ def _format_of_folder(path: Path) -> Format:
             "folder; then import FILE.pt",
         )
     if any(name.endswith(".safetensors") for name in names):
-        return Format.safetensors
+        return ForeignFormat.safetensors
     raise Unsupported(
         f"import {path}: it has no safetensors file",
         hint="`tierd adopt` takes any folder as it is",

@@ -21,7 +21,7 @@ from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_note, print_report, progress_bar, size
 from tierd.cli.diff import parse_checkpoint
 from tierd.cli.flat_import import open_flat
-from tierd.cli.foreign_format import Format, format_of
+from tierd.cli.foreign_format import ForeignFormat, format_of
 from tierd.cli.like import open_template
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import OpenedTiers, open_tiers
@@ -30,7 +30,7 @@ from tierd.cli.safetensors_import import open_safetensors
 from tierd.cli.torch_import import open_torch
 from tierd.config.sections import Config
 from tierd.errors import BadConfig, BadRequest, Corrupt, DaemonUnreachable, LockHeld, TargetNotEmpty
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.digest import preferred
 from tierd.format.ids import HOT, CheckpointId, Run, check_run
 from tierd.format.manifest import Manifest
@@ -130,7 +130,7 @@ async def _open(
     format = format_of(path)
     if step is None:
         raise BadConfig(f"import {path}: a file of the format {format.value} does not say its step", hint="--step N")
-    if format is Format.safetensors and model is not None:
+    if format is ForeignFormat.safetensors and model is not None:
         raise BadConfig(f"import {path}: --model is for a file of torch.save", hint="all tensors here are the model's")
     if query is not None:
         async with (
@@ -139,7 +139,7 @@ async def _open(
         ):
             yield state
         return
-    opened = open_torch(path, step, model) if format is Format.torch else open_safetensors(path, step)
+    opened = open_torch(path, step, model) if format is ForeignFormat.torch else open_safetensors(path, step)
     async with opened as state:
         yield state
 
@@ -207,7 +207,7 @@ async def import_state(
     elif not is_dry_run:
         manifest = await _commit(state, checkpoint, tiers, config)
         report.sequence = manifest.sequence
-        await record(config, Action.COMMITTED, checkpoint, HOT, reason=f"imported from {path}")
+        await record(config, EventKind.COMMITTED, checkpoint, HOT, reason=f"imported from {path}")
     return report
 
 
@@ -218,7 +218,7 @@ async def _commit(state: ImportedState, checkpoint: CheckpointId, tiers: OpenedT
     target = config.hot_path / checkpoint.run / checkpoint.name
     with atomic_output(target, size_bytes=size_bytes, access=config.access) as output:
         url = f"file://{output.partial}"
-        timeout_s = 2 * config.limits.request_timeout_s
+        timeout_s = config.limits.directory_timeout_s
         async with DirectoryStore(output.folder, timeout_s=timeout_s, access=output.access, url=url) as store:
             algorithm = "" if keyring is None else preferred()
             with progress_bar(f"step {checkpoint.step} into hot", size_bytes) as progress:

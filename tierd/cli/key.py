@@ -26,7 +26,7 @@ from tierd.tiers.lock import Lock
 from tierd.transfer.signing import Signing, UnsignedFile
 
 
-class Action(StrEnum):
+class KeyAction(StrEnum):
     NEW = "new"
     SHOW = "show"
     PUBLIC = "public"
@@ -36,7 +36,7 @@ class Action(StrEnum):
 async def key(
     context: typer.Context,
     action: Annotated[
-        Action, typer.Argument(help="new, show and public take the path of a key file, sign takes a run.")
+        KeyAction, typer.Argument(help="new, show and public take the path of a key file, sign takes a run.")
     ],
     name: Annotated[str, typer.Argument(metavar="PATH|RUN", help="A key file, or the run whose checkpoints to sign.")],
     step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="sign: only this step.")] = None,
@@ -51,25 +51,25 @@ async def key(
     """Make a key file, show the ids of its keys, print the public keys for nodes that only restore, or sign the
     checkpoints of a run that you trust. Stop the daemon before you sign."""
     _check_options(action, is_for_signing=dry_run or yes or step is not None, is_for_new=ed25519)
-    if action is Action.SIGN:
+    if action is KeyAction.SIGN:
         return await _sign_run(context, check_run(name), step, is_dry_run=dry_run, is_confirmed=yes)
     path = Path(name)
-    keys = (make_key_file(path, ED25519 if ed25519 else HMAC) if action is Action.NEW else read_key_file(path)).keys
-    if action is Action.PUBLIC and not all(each.public_line for each in keys):
+    keys = (make_key_file(path, ED25519 if ed25519 else HMAC) if action is KeyAction.NEW else read_key_file(path)).keys
+    if action is KeyAction.PUBLIC and not all(each.public_line for each in keys):
         raise BadConfig(
             f"print the public keys of {name}: a key in it is of {HMAC}, which has no public part",
             hint="`tierd key new --ed25519 PATH` makes a key with a public part",
         )
     for each in keys:
-        print_result(each.public_line.rstrip() if action is Action.PUBLIC else each.id)
+        print_result(each.public_line.rstrip() if action is KeyAction.PUBLIC else each.id)
     return 0
 
 
-def _check_options(action: Action, *, is_for_signing: bool, is_for_new: bool) -> None:
+def _check_options(action: KeyAction, *, is_for_signing: bool, is_for_new: bool) -> None:
     """Raises BadConfig for an option that the action does not have: it would be ignored."""
-    if is_for_signing and action is not Action.SIGN:
+    if is_for_signing and action is not KeyAction.SIGN:
         raise BadConfig(f"tierd key {action.value}: --step, --dry-run and --yes are options of `tierd key sign`")
-    if is_for_new and action is not Action.NEW:
+    if is_for_new and action is not KeyAction.NEW:
         raise BadConfig(f"tierd key {action.value}: --ed25519 is an option of `tierd key new`")
 
 
@@ -124,6 +124,6 @@ async def _sign(signing: Signing, file: UnsignedFile, config: Config, keyring: K
         return False
     if file.checkpoint is not None:
         reason = f"{file.key.rpartition('/')[2]} by the key {keyring.signing_key.id}"
-        await record(config, audit.Action.SIGNED, file.checkpoint, file.tier, reason=reason)
+        await record(config, audit.EventKind.SIGNED, file.checkpoint, file.tier, reason=reason)
     print_result(f"signed {file}")
     return True

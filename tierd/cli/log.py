@@ -24,7 +24,7 @@ from tierd.cli.options import settings_of
 from tierd.config.sections import Config
 from tierd.errors import BadConfig, Corrupt, NotFound, TierdError
 from tierd.format import audit
-from tierd.format.audit import Action, Event
+from tierd.format.audit import Event, EventKind
 from tierd.format.ids import CheckpointId, check_run
 from tierd.format.text import parse_time
 from tierd.keys.key_file import keyring_of
@@ -129,7 +129,7 @@ def command_trail(config: Config, folder: Path | None, on_event: Callable[[], ob
     )
 
 
-async def record(config: Config, action: Action, checkpoint: CheckpointId, tier: str, *, reason: str) -> None:
+async def record(config: Config, action: EventKind, checkpoint: CheckpointId, tier: str, *, reason: str) -> None:
     """Append what a command has done to the trail that a daemon has begun. Where that fails, only a note is printed."""
     trail = AuditTrail(node=config.daemon.node, now=timestamp)
     event = trail.record(action, checkpoint=checkpoint, tier=tier, reason=reason, who=Who.this_process("command"))

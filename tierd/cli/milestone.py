@@ -22,7 +22,7 @@ from tierd.cli.options import Settings, parse_query, settings_of
 from tierd.config.sections import Config
 from tierd.errors import BadConfig, Incomplete, NotFound
 from tierd.format import layout
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.ids import CheckpointId, check_run
 from tierd.format.text import listed
 from tierd.lifecycle.selection import LISTED_MAX, CheckpointQuery, select
@@ -109,7 +109,7 @@ async def unmark(
             if layout.GONE in files or not (layout.MANIFEST in files or layout.node_files(files)):
                 await tier.store.delete([layout.file_key(entry.id, layout.removed_milestone_file(name))])
                 continue
-            await record(config, Action.UNMARKED, entry.id, tier.name, reason=f"milestone {name}")
+            await record(config, EventKind.UNMARKED, entry.id, tier.name, reason=f"milestone {name}")
         names.append(tier.name)
     if not names:
         raise NotFound(f"remove the milestone {name}: {entry.id} has just been deleted", hint="nothing is left to do")
@@ -156,7 +156,7 @@ async def mark(
             if layout.MANIFEST not in names_now or layout.GONE in names_now:
                 await tier.store.delete([layout.file_key(chosen.id, layout.milestone_file(name))])
                 continue
-            await record(config, Action.MARKED, chosen.id, tier.name, reason=f"milestone {name}")
+            await record(config, EventKind.MARKED, chosen.id, tier.name, reason=f"milestone {name}")
         names.append(tier.name)
     if not names:
         raise NotFound(f"mark {chosen.id} as {name}: it has just been deleted", hint="choose another: `tierd ls`")

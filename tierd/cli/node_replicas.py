@@ -26,7 +26,7 @@ from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile, assemble, milestones, missing_ranks, ranks_text
 from tierd.format.node_messages import HELD_MAX
 from tierd.format.peers import HeldPart, NodeAddress, NodeParts
-from tierd.lifecycle.selection import Candidate, CheckpointQuery, Inventory, select, with_run
+from tierd.lifecycle.selection import Candidate, CheckpointQuery, SelectableReplicas, select, with_run
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.tier import Tier
@@ -41,7 +41,7 @@ class NodeReplica:
     name of the node file."""
 
     query: CheckpointQuery
-    inventory: Inventory
+    inventory: SelectableReplicas
     tiers: Mapping[str, ReadableTier]
     holders: Mapping[str, Sequence[Holder]]
 
@@ -59,7 +59,7 @@ class NodeReplica:
 
 
 async def find_on_nodes(
-    query: CheckpointQuery, inventory: Inventory, tiers: OpenedTiers, config: Config, stack: AsyncExitStack
+    query: CheckpointQuery, inventory: SelectableReplicas, tiers: OpenedTiers, config: Config, stack: AsyncExitStack
 ) -> NodeReplica | None:
     """The newest checkpoint that matches and whose parts the nodes have together. None if there is none, or if a tier
     here has that checkpoint or a newer one whole: then the caller selects from the tiers. `stack` closes what is
@@ -108,7 +108,7 @@ class _Search:
         self._config, self._stack = config, stack
         self._entries = {entry.id: entry for entry in tiers.catalog.entries(self._run) if _has_shards(entry)}
         folder = config.hot_path / layout.PEERS
-        timeout_s = 2 * config.limits.request_timeout_s
+        timeout_s = config.limits.directory_timeout_s
         store = DirectoryStore(folder, timeout_s=timeout_s, access=config.access, url=f"file://{folder}")
         stack.push_async_callback(store.close)
         self._copies = Tier(HOT, store, limits=config.limits, keyring=self._hot.keyring)
@@ -219,7 +219,7 @@ class _Search:
         step, generation = checkpoint.step, checkpoint.generation
         return NodeReplica(
             query=replace(self._query, step=step, generation=generation, milestone=None, tier=AUTO),
-            inventory=Inventory(candidates=[candidate]),
+            inventory=SelectableReplicas(candidates=[candidate]),
             tiers={**self._by_name, **replicas},
             holders=holders,
         )

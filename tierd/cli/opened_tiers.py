@@ -126,7 +126,7 @@ def open_unlisted(config: Config, *, only: str | None = None, allow_unsigned: bo
     """The tiers of the config, nearest first; the caller closes their stores. `allow_unsigned`: as of `open_tiers`."""
     access = config.access
     keyring = None if allow_unsigned else keyring_of(config.security.key_file)
-    hot = DirectoryStore(config.hot_path, timeout_s=2 * config.limits.request_timeout_s, access=access)
+    hot = DirectoryStore(config.hot_path, timeout_s=config.limits.directory_timeout_s, access=access)
     opened = [Tier(HOT, hot, limits=config.limits, keyring=keyring)] if only in (None, HOT) else []
     colds = [cold for cold in config.cold if only in (None, cold.name)]
     return opened + [open_cold_tier(cold, config.limits, access=access, keyring=keyring) for cold in colds]

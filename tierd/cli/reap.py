@@ -53,7 +53,7 @@ CLEARED = "a copy that never ended: no manifest, no open upload, a newer generat
 CLEARED_GONE = "what is left of a deletion a day ago, with its tombstone"
 
 
-class Deletion(msgspec.Struct, kw_only=True):
+class ReplicaDeletion(msgspec.Struct, kw_only=True):
     """One checkpoint that was deleted from one tier, or would be. `action`: evict or expire."""
 
     tier: str
@@ -70,7 +70,7 @@ class ReapReport(msgspec.Struct, kw_only=True):
 
     is_dry_run: bool
     halted: list[str]
-    deletions: list[Deletion]
+    deletions: list[ReplicaDeletion]
     errors: list[str]
     retained: list[str]
 
@@ -228,7 +228,7 @@ class _Reaping:
     has_event: asyncio.Event  # for the audit trail
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, only_run: Run | None, *, is_dry_run: bool) -> list[Deletion]:
+    async def run(self, only_run: Run | None, *, is_dry_run: bool) -> list[ReplicaDeletion]:
         try:
             done = self.planned(only_run) if is_dry_run else await self.delete(only_run)
             return done + await self.clear_leftovers(only_run, is_dry_run=is_dry_run)
@@ -236,13 +236,13 @@ class _Reaping:
             self.has_ended.set()
             self.has_event.set()
 
-    def planned(self, only_run: Run | None) -> list[Deletion]:
+    def planned(self, only_run: Run | None) -> list[ReplicaDeletion]:
         plan = deletions(decisions(self.context.catalog, self.context.config), self.context.config)
         return [_deletion(decision) for decision in plan if only_run in (None, decision.checkpoint.run)]
 
-    async def delete(self, only_run: Run | None) -> list[Deletion]:
+    async def delete(self, only_run: Run | None) -> list[ReplicaDeletion]:
         """Carry out the plan. Returns what was deleted."""
-        done: list[Deletion] = []
+        done: list[ReplicaDeletion] = []
 
         def note(decision: Decision) -> None:
             done.append(_deletion(decision))
@@ -260,11 +260,11 @@ class _Reaping:
             except TierdError as error:
                 self.errors.record("audit", error)
 
-    async def clear_leftovers(self, only_run: Run | None, *, is_dry_run: bool) -> list[Deletion]:
+    async def clear_leftovers(self, only_run: Run | None, *, is_dry_run: bool) -> list[ReplicaDeletion]:
         """Delete the files of copies that were begun and never ended, where no daemon continues them: a newer
         generation was claimed LEFTOVER_GRACE_S ago, no file is younger, and no upload of the checkpoint is open. Of
         what has a tombstone after GRACE_S: no daemon continues that, and one may wait for it to send it again."""
-        cleared: list[Deletion] = []
+        cleared: list[ReplicaDeletion] = []
         for name, tier in self.context.cold.items():
             knowledge = self.context.catalog.tiers[name]
             if not tier.deletes or not knowledge.is_known:
@@ -287,7 +287,7 @@ class _Reaping:
                         why = CLEARED_GONE if is_gone else CLEARED
                         if not is_dry_run:
                             self.context.audit.record(
-                                audit.Action.EXPIRED, checkpoint=checkpoint, tier=name, reason=why
+                                audit.EventKind.EXPIRED, checkpoint=checkpoint, tier=name, reason=why
                             )
                         cleared.append(_deletion(Decision(checkpoint, name, Action.EXPIRE, why)))
                 except TierdError as error:
@@ -305,8 +305,8 @@ class _Reaping:
         return max((claim for claim in claims if claimed_at_s[claim] <= before_s), default=0)
 
 
-def _deletion(decision: Decision) -> Deletion:
-    return Deletion(
+def _deletion(decision: Decision) -> ReplicaDeletion:
+    return ReplicaDeletion(
         **msgspec.to_builtins(decision.checkpoint),
         tier=decision.tier,
         action=decision.action.value,

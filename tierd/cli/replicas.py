@@ -20,7 +20,7 @@ from tierd.errors import Corrupt, TierdError
 from tierd.format import layout
 from tierd.format.ids import AUTO, MEMORY
 from tierd.format.manifest import Manifest
-from tierd.lifecycle.selection import CheckpointQuery, Inventory, select
+from tierd.lifecycle.selection import CheckpointQuery, SelectableReplicas, select
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.tier import Tier
 from tierd.transfer.atomic_output import AtomicOutput
@@ -36,7 +36,7 @@ class Replicas(AsyncExitStack):
     def __init__(
         self,
         query: CheckpointQuery,
-        inventory: Inventory,
+        inventory: SelectableReplicas,
         tiers: Mapping[str, ReadableTier],
         config: Config | None,
     ) -> None:

@@ -248,6 +248,11 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request_timeout_s: Positive = 60.0  # for one S3 request without progress; twice that for a call to a directory
     parts_in_flight: PositiveCount = 4  # concurrent chunks per cold tier: 4 MiB of memory each
 
+    @property
+    def directory_timeout_s(self) -> float:
+        """Of one call to a directory."""
+        return 2 * self.request_timeout_s
+
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     daemon: DaemonConfig = DaemonConfig()

@@ -26,7 +26,7 @@ FILE_BYTES_MAX = 8 << 20
 _SIGNATURE = b'"signature":"'  # inside a string of JSON, the quotation marks would be escaped
 
 
-class Action(StrEnum):
+class EventKind(StrEnum):
     """What happened. The values are stable: programs search for them."""
 
     STARTED = "started"
@@ -50,7 +50,11 @@ class Action(StrEnum):
     TRAIL_CUT = "trail_cut"
 
 
-LEAVING = {Action.EVICTED, Action.EXPIRED, Action.RESTORED}  # in a sentence: `from` a tier; the others: `in` a tier
+LEAVING = {
+    EventKind.EVICTED,
+    EventKind.EXPIRED,
+    EventKind.RESTORED,
+}  # in a sentence: `from` a tier; the others: `in` a tier
 _NOT_AN_EVENT = (msgspec.DecodeError, ValueError, RecursionError)  # ValueError: not UTF-8
 
 

@@ -18,7 +18,7 @@ from tierd.context import DaemonContext
 from tierd.descriptors import close_all
 from tierd.errors import Corrupt, NotFound, TierdError, Transient, text_of
 from tierd.format import layout, wire
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId
 from tierd.memory.snapshot_set import SnapshotSet
@@ -159,7 +159,9 @@ class Examiner:
                     await tier.mark_diagnosis(checkpoint, diagnosis)
                     self._catalog.diagnosed(checkpoint, tier.name, is_healthy=diagnosis.healthy)
                     verdict = "healthy" if diagnosis.healthy else "unhealthy"
-                    self._context.audit.record(Action.DIAGNOSED, checkpoint=checkpoint, tier=tier.name, reason=verdict)
+                    self._context.audit.record(
+                        EventKind.DIAGNOSED, checkpoint=checkpoint, tier=tier.name, reason=verdict
+                    )
 
     def _report(self, checkpoint: CheckpointId, diagnosis: Diagnosis) -> None:
         verdict = "healthy" if diagnosis.healthy else "unhealthy"

@@ -92,7 +92,7 @@ def rules_by_tier(
     return rules | {name: [own.get(name, policy.cold)] for name in names}
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class RunInTier(msgspec.Struct, frozen=True, kw_only=True):
     """One run in one tier. `views`: all its checkpoints, oldest first; `sizes`: bytes of those that the
     tier holds, and of the newest; `rules`: what the tier keeps."""
 
@@ -110,10 +110,10 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
         return self.sizes[self.views[-1].id]
 
 
-def full_in_s(runs: Sequence[Held], free_bytes: float) -> float | None:
+def full_in_s(runs: Sequence[RunInTier], free_bytes: float) -> float | None:
     """In how many seconds what the tiers of one disk keep of these runs needs `free_bytes` more than they hold now, if
     each run continues at its pace. Infinite: not within FULL_SOON_S. None: a run has shown no pace yet."""
-    growths: list[tuple[Held, Pace, float]] = []
+    growths: list[tuple[RunInTier, CheckpointPace, float]] = []
     for run in runs:
         pace = pace_of(run.views)
         if pace is None:
@@ -135,7 +135,7 @@ def full_in_s(runs: Sequence[Held], free_bytes: float) -> float | None:
     return full_s
 
 
-def _grown_bytes(run: Held, pace: Pace, after_s: float, *, forever_per_s: float) -> float:
+def _grown_bytes(run: RunInTier, pace: CheckpointPace, after_s: float, *, forever_per_s: float) -> float:
     """How many bytes more the tier holds of the run then."""
     there, count = [view for view in run.views if run.tier in view.tiers], int(after_s / pace.interval_s)
     last = max(1, *(rule.keep_last for rule in run.rules))
@@ -151,7 +151,7 @@ def _grown_bytes(run: Held, pace: Pace, after_s: float, *, forever_per_s: float)
 
 
 def _coming(
-    views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: Pace, count: int
+    views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: CheckpointPace, count: int
 ) -> list[CheckpointView]:
     """The last of the next `count` checkpoints, and of the others, at most one per hour, those that rules by time may
     keep."""
@@ -170,7 +170,7 @@ def _forgetting(rule: TierPolicy) -> TierPolicy:
     return msgspec.structs.replace(rule, keep_every=0, keep_every_steps=0, milestones=False)
 
 
-class Pace(msgspec.Struct, frozen=True):
+class CheckpointPace(msgspec.Struct, frozen=True):
     """From one checkpoint to the next."""
 
     interval_s: float
@@ -187,7 +187,7 @@ def goes_on(views: Sequence[CheckpointView], now: datetime) -> bool:
     return abs((now - newest_at).total_seconds()) <= _GOES_ON_INTERVALS * pace.interval_s
 
 
-def pace_of(views: Sequence[CheckpointView]) -> Pace | None:
+def pace_of(views: Sequence[CheckpointView]) -> CheckpointPace | None:
     """That of the newest, by sequence, which also counts deleted ones. The median ignores pauses of the training."""
     intervals_s: list[float] = []
     steps: list[float] = []
@@ -201,10 +201,10 @@ def pace_of(views: Sequence[CheckpointView]) -> Pace | None:
     intervals_s, steps = intervals_s[-_PACE_INTERVALS:], steps[-_PACE_INTERVALS:]
     if not intervals_s or median(intervals_s) <= 0:
         return None
-    return Pace(median(intervals_s), max(1, round(median(steps))))
+    return CheckpointPace(median(intervals_s), max(1, round(median(steps))))
 
 
-def _steady_count(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: Pace) -> int:
+def _steady_count(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: CheckpointPace) -> int:
     """How many checkpoints are held late in a long training. What both kinds of rules select is counted twice, so the
     true count may be slightly lower."""
     forgetting = [msgspec.structs.replace(_forgetting(rule), keep_best=0) for rule in rules]
@@ -219,7 +219,7 @@ def _steady_count(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], 
     return len(kept_past) + forever + best + unhealthy
 
 
-def _past(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: Pace) -> list[CheckpointView]:
+def _past(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: CheckpointPace) -> list[CheckpointView]:
     """Simulated checkpoints before the newest, at this pace: all that the rules can keep, at most one per hour beyond
     `keep_last`."""
     newest = views[-1]
@@ -250,7 +250,7 @@ def _simulated(newest: CheckpointView, sequence: int, step: int, created_at: dat
     )
 
 
-def _growth_count(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: Pace) -> float:
+def _growth_count(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: CheckpointPace) -> float:
     """How many of a month's checkpoints are kept forever."""
     newest = views[-1]
     count_max = SIMULATED_MAX // 2 if any(rule.keep_every or rule.keep_every_steps for rule in rules) else 1

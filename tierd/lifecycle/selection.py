@@ -97,7 +97,7 @@ class UnreadableReplica:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inventory:
+class SelectableReplicas:
     """What the tiers hold, as last seen. `unlisted`: tiers that could not be listed, and why. `foreign`: replicas that
     are not signed by a key of the config, which are never selected."""
 
@@ -125,7 +125,7 @@ class Selected:
 
 def select(
     query: CheckpointQuery,
-    inventory: Inventory,
+    inventory: SelectableReplicas,
     failed: Mapping[tuple[CheckpointId, str], TierdError | None] = MappingProxyType({}),
 ) -> Selected:
     """The replica to read next: the first of `select_each`, with the same arguments and errors."""
@@ -134,7 +134,7 @@ def select(
 
 def select_each(
     query: CheckpointQuery,
-    inventory: Inventory,
+    inventory: SelectableReplicas,
     failed: Mapping[tuple[CheckpointId, str], TierdError | None],
 ) -> Iterator[Selected]:
     """The replicas to read, one after the other. `failed`: (checkpoint, tier) of replicas that could not be read, and
@@ -212,7 +212,7 @@ def _foreign(message: str, replica: UnreadableReplica, more: str) -> Foreign:
 
 def _refusal(
     query: CheckpointQuery,
-    inventory: Inventory,
+    inventory: SelectableReplicas,
     unreadable: Sequence[UnreadableReplica],
     errors: Sequence[TierdError],
     failed: Mapping[tuple[CheckpointId, str], TierdError | None],

@@ -33,7 +33,7 @@ from tierd.status.node_reports import (
     newest_part_report,
     newest_report,
 )
-from tierd.status.work_at_risk import RiskReport, Source
+from tierd.status.work_at_risk import RestartPoint, RiskReport
 
 LOOK_S = 5.0  # how long the daemon's answer to a command waits for fresh listings of the tiers
 FOREIGN_LISTED_MAX = 50  # an attacker can write any number
@@ -258,13 +258,13 @@ def run_report(catalog: Catalog, run: Run, now: datetime) -> RunReport:
     )
 
 
-def sources_of(report: RunReport) -> dict[str, Source]:
+def sources_of(report: RunReport) -> dict[str, RestartPoint]:
     """What a restart of the run could begin with, by tier, nearest first."""
     newest: dict[str, NewestCheckpoint | NewestPart | None] = {}
     if report.nodes is not UNSET:
         newest = {"all nodes": report.nodes.everywhere, PEER: report.nodes.copied}
     newest |= report.tiers
-    return {tier: Source(each.generation, each.step, each.age_s) for tier, each in newest.items() if each}
+    return {tier: RestartPoint(each.generation, each.step, each.age_s) for tier, each in newest.items() if each}
 
 
 def tier_report(

@@ -17,7 +17,7 @@ from tierd.format.ids import HOT, MEMORY, PEER
 MEMORY_AND_DISK = (MEMORY, HOT, "all nodes")  # lost with the node
 
 
-class Source(NamedTuple):
+class RestartPoint(NamedTuple):
     """The newest checkpoint that a tier has: what a restart would begin with."""
 
     generation: int
@@ -40,7 +40,7 @@ class RiskReport(msgspec.Struct, kw_only=True):
 
 
 def work_at_risk(
-    sources: Mapping[str, Source],
+    sources: Mapping[str, RestartPoint],
     *,
     world_size: int,
     is_running: bool,
@@ -65,7 +65,7 @@ def work_at_risk(
     since_newest_s = max(0.0, min(ages_s) - silent_s) if ages_s else None
     survivors = {"trainers": list(sources), "node": off_node, "region": [tier for tier in cold if tier != ahead]}
 
-    def work_after(source: Source) -> float | None:
+    def work_after(source: RestartPoint) -> float | None:
         """In seconds. What the run has rested between two checkpoints counts as work: nothing says how long it was."""
         if source[:2] == newest[:2]:
             return since_newest_s
@@ -95,6 +95,6 @@ def work_at_risk(
     return [risk(lost, tiers) for lost, tiers in survivors.items()]
 
 
-def _best(sources: Mapping[str, Source], tiers: Collection[str]) -> str | None:
+def _best(sources: Mapping[str, RestartPoint], tiers: Collection[str]) -> str | None:
     """The tier with the newest checkpoint; the first of several."""
     return max(tiers, key=lambda tier: sources[tier][:2], default=None)

@@ -32,10 +32,9 @@ from tierd.tiers.store import Progress, Source, StoredObject, check_key, conflic
 from tierd.tiers.tree import Tree, closing_fd, translated
 
 _OF_ONE_FILE = {errno.EACCES, errno.EPERM, errno.EIO}  # other files of the directory may be readable
-PIECE_BYTES = (
-    8 * MIB
-)  # one write; eight in flight reach the disk's limit also with digests, and bound the memory of a copy
-TIMEOUT_S = 120.0  # of a call; twice limits.request_timeout_s where there is a config, as a request to a bucket
+# One write. Eight in flight reach the limit of a disk, with digests too, and bound the memory of a copy.
+PIECE_BYTES = 8 * MIB
+TIMEOUT_S = 120.0  # of a call, without a config; else limits.directory_timeout_s
 SYNC_BYTES_PER_S = 8 * MIB  # the fsync of a file gets the time for its bytes at this rate besides
 FREE_SPACE_TIMEOUT_S = 1.0  # status, which needs it, is asked with a timeout of 3 s
 WALK_FILES = 256  # one call of a walk: the deadline is not for a whole tree

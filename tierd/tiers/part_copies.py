@@ -30,7 +30,7 @@ class PartCopies:
 
     def __init__(self, config: Config, keyring: Keyring | None = None) -> None:
         self.store = DirectoryStore(
-            config.hot_path / layout.PEERS, timeout_s=2 * config.limits.request_timeout_s, access=config.access
+            config.hot_path / layout.PEERS, timeout_s=config.limits.directory_timeout_s, access=config.access
         )
         self.tier = Tier(HOT, self.store, limits=config.limits, keyring=keyring)  # there, parts are complete
         self.bandwidth = Bandwidth(0.0)

@@ -31,7 +31,7 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.pool import ThreadPool, for_each
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.store import Progress, Source
-from tierd.transfer.source_tree import SourceEntry, SourceFile, SourceTree, changed, first_difference, scan
+from tierd.transfer.source_tree import OpenEntry, SourceEntry, SourceTree, changed, first_difference, scan
 
 FILES_IN_FLIGHT = 4
 THREADS = 4
@@ -134,8 +134,8 @@ class FolderAdoption(Adoption):
         await self.pool.query(self.tree.check_unchanged)
 
     @asynccontextmanager
-    async def _opened(self, entry: SourceEntry) -> AsyncGenerator[SourceFile]:
-        file = await self.pool.query(SourceFile, self.tree, entry, discard=SourceFile.close)
+    async def _opened(self, entry: SourceEntry) -> AsyncGenerator[OpenEntry]:
+        file = await self.pool.query(OpenEntry, self.tree, entry, discard=OpenEntry.close)
         try:
             yield file
         finally:

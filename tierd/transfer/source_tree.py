@@ -122,7 +122,7 @@ class SourceTree:
             except OSError:  # a file system without unnamed files
                 return False
             with closing_fd(target):
-                file = SourceFile(self, max(self.files, key=lambda entry: entry.size_bytes))
+                file = OpenEntry(self, max(self.files, key=lambda entry: entry.size_bytes))
                 try:
                     return file.clone(target)
                 finally:
@@ -229,7 +229,7 @@ def _entry(top: Path, path: str, about: os.stat_result, target: str) -> SourceEn
     )
 
 
-class SourceFile:
+class OpenEntry:
     """One open file of a tree. `close` may be called while other threads read: the last one closes the descriptor, so
     that no read uses a number that belongs to another file meanwhile."""
 

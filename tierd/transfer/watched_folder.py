@@ -21,7 +21,7 @@ from tierd.format.flat_file import HEADER
 from tierd.format.shard import HEADER_BYTES_MAX
 from tierd.lifecycle.watched import ZIP_TAIL_BYTES, Listed, Preset, Whole, is_zip_end
 from tierd.tiers.tree import FOLDER, NO_LINK, closing_fd
-from tierd.transfer.source_tree import SourceEntry, SourceFile, SourceTree, scan
+from tierd.transfer.source_tree import OpenEntry, SourceEntry, SourceTree, scan
 
 NAMES_MAX = 100_000  # in the folder; the rest is not scanned
 MARKER_BYTES_MAX = 256 << 20  # trainer_state.json has all that a training has logged
@@ -92,7 +92,7 @@ ReadRange = Callable[[SourceEntry, int, int], bytes]
 
 def listed(tree: SourceTree, preset: Preset, *, unchanged_s: float, read: ReadRange | None = None) -> Listed:
     """What decides whether a checkpoint is complete. `read`: of its files; None: they are in the file system. Raises as
-    `SourceFile`, and as `read`."""
+    `OpenEntry`, and as `read`."""
     read = read or partial(_read, tree)
     by_path = {entry.path: entry for entry in tree.files}
     marker = by_path.get(tree.name if tree.is_file else preset.marker)
@@ -183,7 +183,7 @@ def _is_whole_safetensors(entry: SourceEntry, head: bytes, read: ReadRange) -> b
 
 def _read(tree: SourceTree, entry: SourceEntry, offset: int, length: int) -> bytes:
     content = bytearray(length)
-    file = SourceFile(tree, entry)
+    file = OpenEntry(tree, entry)
     try:
         file.read(offset, memoryview(content))
     finally:

@@ -17,7 +17,7 @@ from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Full, LockHeld, TierdError
 from tierd.failpoints import failpoint
 from tierd.format.announced import Announced
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.digest import preferred
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
@@ -42,7 +42,7 @@ def _shares_blocks(tree: SourceTree, hot: Path) -> bool:
         return False  # the first put makes it
 
 
-class Part(NamedTuple):
+class AnnouncedPart(NamedTuple):
     """What a node adopts of a checkpoint over several nodes. `announced`: what node 0 says about it."""
 
     announced: Announced
@@ -56,7 +56,7 @@ class Adopter:
         self._context, self._pool = context, pool
         self._space = HotSpace(context.hot, make_room)
 
-    async def adopt(self, path: Path, key: int, checkpoint: CheckpointId, part: Part | None = None) -> None:
+    async def adopt(self, path: Path, key: int, checkpoint: CheckpointId, part: AnnouncedPart | None = None) -> None:
         """`key`: of the tree that was found to be complete. `part`: of a checkpoint over several nodes. Raises as
         `scan`, Transient where it has changed since, and as a put into hot; then nothing is left in hot."""
         context = self._context
@@ -80,12 +80,14 @@ class Adopter:
             manifest = await self._copy_and_commit(checkpoint, tree, part)
         context.catalog.add(manifest, context.hot.name)
         reason = f"adopted from {path}"
-        context.audit.record(Action.COMMITTED, checkpoint=checkpoint, tier=context.hot.name, reason=reason)
+        context.audit.record(EventKind.COMMITTED, checkpoint=checkpoint, tier=context.hot.name, reason=reason)
         context.metrics.bytes_total.labels(tier=context.hot.name, direction="write").inc(manifest.size_bytes)
         log.info("adopted %s as %s", path, checkpoint)
         context.notify.examined()
 
-    async def _copy_and_commit(self, checkpoint: CheckpointId, tree: SourceTree, part: Part | None) -> Manifest:
+    async def _copy_and_commit(
+        self, checkpoint: CheckpointId, tree: SourceTree, part: AnnouncedPart | None
+    ) -> Manifest:
         context = self._context
         attempt = FolderAdoption(tree, pool=self._pool, node=None if part is None else part.node)
         algorithm = "" if context.keyring is None else preferred()

@@ -21,7 +21,7 @@ from tierd.context import DaemonContext
 from tierd.errors import Corrupt, NotFound, Stale, TierdError, Transient
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Generation, Rank, Run
 from tierd.format.manifest import Head, Manifest
@@ -266,7 +266,7 @@ class Committer:
         if layout.GONE in await self._names(manifest.id):  # it was being deleted meanwhile, and counts for nothing
             self._catalog.part_gone(self._cold.name, manifest.id)
             return False
-        self._context.audit.record(Action.COMMITTED, checkpoint=manifest.id, tier=self._cold.name)
+        self._context.audit.record(EventKind.COMMITTED, checkpoint=manifest.id, tier=self._cold.name)
         self._committed(manifest, milestones(node_files), is_healthy=is_healthy)
         return True
 

@@ -15,7 +15,7 @@ from tierd.catalog.listing import refresh
 from tierd.context import DaemonContext
 from tierd.errors import Foreign, Lost, TierUnreachable
 from tierd.format import layout
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.format.text import listed
 from tierd.lifecycle.policy import CheckpointView
@@ -98,7 +98,7 @@ class Lister:
             run = new[0].partition("/")[0]
             error = Foreign(f"list {name}: {reason}", hint="docs/RUNBOOK.md#foreign-checkpoints")
             self._context.incidents.record(self.name, error, checkpoint)
-            self._context.audit.record(Action.FOREIGN_SEEN, checkpoint=checkpoint, run=run, tier=name, reason=reason)
+            self._context.audit.record(EventKind.FOREIGN_SEEN, checkpoint=checkpoint, run=run, tier=name, reason=reason)
 
     def _report_newer_generations(self) -> None:
         """Report a generation that another daemon has begun while this one's trainers are attached. Only hot's lister
@@ -109,7 +109,7 @@ class Lister:
         for run in sorted(newer.keys() - self._newer.keys()):
             here = self._context.memory.generation(run)
             reason = f"the trainers here have generation {here}"
-            self._context.audit.record(Action.GENERATION_UNKNOWN, run=run, generation=newer[run], reason=reason)
+            self._context.audit.record(EventKind.GENERATION_UNKNOWN, run=run, generation=newer[run], reason=reason)
         self._newer = newer
 
     def _new_losses(self) -> list[CheckpointId]:

@@ -16,7 +16,7 @@ from tierd.context import DaemonContext
 from tierd.descriptors import close_all
 from tierd.errors import NotFound, PeerRestarted, TierdError, Transient
 from tierd.format import layout
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.ids import CheckpointId
 from tierd.format.node_file import NodeFile
 from tierd.tiers.checkpoint_copy import copy_part
@@ -113,6 +113,6 @@ class PartFinisher:
         with self._context.throttle.writing(self._cold.name) as count_written:
             await copy_part(part, self._copies.tier, self._cold, lambda: node_file, progress=count_written)
         log.info("sent %s of %s to %s: its node does not answer", part.name, own.id, self._cold.name)
-        self._context.audit.record(Action.REPLICATED, checkpoint=own.id, tier=self._cold.name, reason=part.name)
+        self._context.audit.record(EventKind.REPLICATED, checkpoint=own.id, tier=self._cold.name, reason=part.name)
         self._context.metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(part.size_bytes)
         self._context.notify.part_sent(self._cold.name)

@@ -15,7 +15,7 @@ from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Full, TierdError, Transient
 from tierd.failpoints import failpoint
 from tierd.format import checksum, layout, wire
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.memory.slot import SlotEvent, SlotState
@@ -204,10 +204,10 @@ class Persister:
                 await clear_uncommitted(self._hot, checkpoint)
             raise
         self._catalog.add(manifest, self._hot.name, milestones)
-        context.audit.record(Action.COMMITTED, checkpoint=checkpoint, tier=self._hot.name)
+        context.audit.record(EventKind.COMMITTED, checkpoint=checkpoint, tier=self._hot.name)
         for milestone in milestones:
             reason = f"milestone {milestone}"
-            context.audit.record(Action.MARKED, checkpoint=checkpoint, tier=self._hot.name, reason=reason)
+            context.audit.record(EventKind.MARKED, checkpoint=checkpoint, tier=self._hot.name, reason=reason)
         self._metrics.bytes_total.labels(tier=self._hot.name, direction="write").inc(manifest.size_bytes)
         persist_s = self._context.monotonic_s() - snapshot_set.sealed_at_s
         self._metrics.persist_seconds.observe(persist_s)

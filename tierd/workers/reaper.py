@@ -207,7 +207,7 @@ class Reaper:
             await tier.bury(checkpoint, deletion.save, deletion.token)
         entry = self._catalog.get(checkpoint)
         is_last = entry is None or not entry.tiers - {tier.name}
-        done = audit.Action.EXPIRED if is_last else audit.Action.EVICTED
+        done = audit.EventKind.EXPIRED if is_last else audit.EventKind.EVICTED
         self._catalog.drop(checkpoint, tier.name)
         self._context.notify.space_freed()
         reason = "its deletion failed after the manifest was deleted"
@@ -228,7 +228,7 @@ class Reaper:
     def _drop(self, action: Decision) -> None:
         self._catalog.drop(action.checkpoint, action.tier)
         self._context.notify.space_freed()
-        deletion = audit.Action.EVICTED if action.action is Action.EVICT else audit.Action.EXPIRED
+        deletion = audit.EventKind.EVICTED if action.action is Action.EVICT else audit.EventKind.EXPIRED
         self._context.audit.record(deletion, checkpoint=action.checkpoint, tier=action.tier, reason=action.reason)
         self._on_deletion(action)
 

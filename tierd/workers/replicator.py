@@ -19,7 +19,7 @@ from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Foreign, Full, NotFound, TierdError, Transient
 from tierd.failpoints import failpoint
 from tierd.format import layout, wire
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, Run
 from tierd.format.node_file import NodeFile
@@ -245,7 +245,7 @@ class Replicator:
             self._went_back.discard(run)
         self._turns[run] = next(self._turn)
         self._catalog.add(entry.manifest, self._cold.name, milestones)
-        context.audit.record(Action.REPLICATED, checkpoint=checkpoint, tier=self._cold.name)
+        context.audit.record(EventKind.REPLICATED, checkpoint=checkpoint, tier=self._cold.name)
         seconds = context.monotonic_s() - began_s
         context.copies.committed(self._cold.name, seconds=seconds, at_s=context.now().timestamp())
         context.metrics.replicate_seconds.labels(tier=self._cold.name).observe(seconds)
@@ -274,7 +274,7 @@ class Replicator:
         failpoint("cold.part_sent")
         self._turns[entry.id.run] = next(self._turn)
         self._catalog.part_sent(self._cold.name, part)
-        context.audit.record(Action.REPLICATED, checkpoint=entry.id, tier=self._cold.name, reason=part.name)
+        context.audit.record(EventKind.REPLICATED, checkpoint=entry.id, tier=self._cold.name, reason=part.name)
         context.metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(part.size_bytes)
         context.notify.part_sent(self._cold.name)
 
@@ -319,7 +319,7 @@ class Replicator:
             removed = layout.removed_by(mark)
             write = self._cold.mark_milestone if removed is None else self._cold.unmark_milestone
             await write(entry.id, removed or mark, self._context.timestamp())
-            action = Action.MARKED if removed is None else Action.UNMARKED
+            action = EventKind.MARKED if removed is None else EventKind.UNMARKED
             reason = f"milestone {removed or mark}"
             self._context.audit.record(action, checkpoint=entry.id, tier=name, reason=reason)
             # Another daemon may have deleted it meanwhile: then the catalog must not list it again.

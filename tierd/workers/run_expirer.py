@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tierd.context import DaemonContext
 from tierd.format import layout
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.ids import HOT, Run
 from tierd.tiers.tier import Tier
 
@@ -42,7 +42,7 @@ class RunExpirer:
                 await self._context.tiers[name].store.delete(keys or [])
             self._catalog.forget_run(run)
             reason = "its claims: it has no checkpoint, and its last start is long ago"
-            self._context.audit.record(Action.EXPIRED, run=run, reason=reason)
+            self._context.audit.record(EventKind.EXPIRED, run=run, reason=reason)
         return True
 
     def _empty_runs(self) -> list[Run]:

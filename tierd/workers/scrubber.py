@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Foreign, NewerFormat
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.ids import CheckpointId
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.tier import Tier
@@ -121,7 +121,7 @@ class Scrubber:
         self._metrics.repaired_files_total.labels(tier=self._tier.name).inc(len(repair.repaired))
         if repair.repaired:
             reason = ", ".join(f"{name} from {source}" for name, source in sorted(repair.repaired.items()))
-            self._context.audit.record(Action.REPAIRED, checkpoint=checkpoint, tier=self._tier.name, reason=reason)
+            self._context.audit.record(EventKind.REPAIRED, checkpoint=checkpoint, tier=self._tier.name, reason=reason)
         if not repair.refused:
             self._repaired(checkpoint)
             return

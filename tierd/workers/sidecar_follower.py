@@ -87,7 +87,7 @@ class SidecarFollower:
         self._context = context
         self._run: Run = check_run(config.run)
         self._path = Path(config.path)
-        timeout_s = 2 * context.config.limits.request_timeout_s
+        timeout_s = context.config.limits.directory_timeout_s
         self._pool = ThreadPool(2, "tierd-sidecar", where=config.path, timeout_s=timeout_s)
         self._files: dict[str, _Followed] = {}
         self._problems: dict[str, TierdError] = {}  # of the last pass; "" is the folder

@@ -28,7 +28,7 @@ from tierd.transfer.atomic_output import clear_abandoned
 from tierd.transfer.source_removal import remove_leftovers, remove_source
 from tierd.transfer.source_tree import SourceTree
 from tierd.transfer.watched_folder import Names, listed, names, read_beside, scan_entry, tree_key
-from tierd.workers.adopter import Adopter, Part
+from tierd.workers.adopter import Adopter, AnnouncedPart
 from tierd.workers.announcements import Announcements
 from tierd.workers.folder_events import EventSource
 from tierd.workers.hot_space import MakeRoom
@@ -57,7 +57,7 @@ class Watcher:
         self.claim = WatchClaim(context, self.run, watch.path, is_node_0=watch.nodes > 1)
         self.interval_s = self._poll_s = context.config.limits.reconcile_interval_s
         self._path, self._preset = Path(watch.path), preset_of(watch)
-        timeout_s = 2 * context.config.limits.request_timeout_s
+        timeout_s = context.config.limits.directory_timeout_s
         self._pool = ThreadPool(THREADS, "tierd-watch", where=watch.path, timeout_s=timeout_s)
         self._adopter = Adopter(context, self._pool, make_room)
         self._events = EventSource(self._path, self._pool, on_change, context.monotonic_s)
@@ -318,7 +318,7 @@ class Watcher:
             if self._stored.has_newer(seen.tree):  # it is probably of a save that was killed: nothing awaits it
                 self._complete_s.pop(name, None)
             return
-        await self._adopter.adopt(seen.tree.path, seen.key, announced.id, Part(announced, parts.node))
+        await self._adopter.adopt(seen.tree.path, seen.key, announced.id, AnnouncedPart(announced, parts.node))
         parts.forget(step)
         self._has_adopted(name, step, seen)
 

@@ -17,7 +17,7 @@ from tierd.catalog.listing import next_sequence
 from tierd.context import DaemonContext
 from tierd.errors import TierdError, TierUnreachable
 from tierd.format import wire
-from tierd.format.audit import Action
+from tierd.format.audit import EventKind
 from tierd.format.ids import HOT, MEMORY, CheckpointId
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
@@ -161,7 +161,7 @@ class WriteThrough:
             return False
         self._catalog.add(manifest, cold.name, milestones)
         reason = ", ".join(["from memory", *(f"milestone {milestone}" for milestone in milestones)])
-        self._context.audit.record(Action.COMMITTED, checkpoint=manifest.id, tier=cold.name, reason=reason)
+        self._context.audit.record(EventKind.COMMITTED, checkpoint=manifest.id, tier=cold.name, reason=reason)
         if is_healthy is not None:
             self._catalog.diagnosed(manifest.id, cold.name, is_healthy=is_healthy)
         self._context.metrics.bytes_total.labels(tier=cold.name, direction="write").inc(manifest.size_bytes)

@@ -28,7 +28,7 @@ from tierd_client.client import Client, Found
 from tierd_client.connection import connect
 from tierd_client.frameworks import logged_metrics
 from tierd_client.frameworks.lightning_rollback import go_back
-from tierd_client.frameworks.watched_loader import Place, WatchedLoader
+from tierd_client.frameworks.watched_loader import LoaderPosition, WatchedLoader
 from tierd_client.log import log
 from tierd_client.loss_guard import LossGuard, LossRule
 from tierd_client.state.dict_state import DictState
@@ -101,7 +101,7 @@ class TierdCallback(Callback):
         self._losses: list[torch.Tensor] = []  # since the last step
         self._trainer: Any = None
         self._values: dict[str, Any] = {}
-        self._resumed: Place | None = None
+        self._resumed: LoaderPosition | None = None
         self._metrics: dict[str, Any] | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] = {}
@@ -198,7 +198,7 @@ class TierdCallback(Callback):
         if self.found is None:
             return
         try:
-            self._resumed = msgspec.convert(self._values["place"], Place)
+            self._resumed = msgspec.convert(self._values["place"], LoaderPosition)
             checkpoint = {
                 **self._values["checkpoint"],
                 "state_dict": {**self._values["model"], **self._values["buffers"]},
@@ -295,7 +295,7 @@ class TierdCallback(Callback):
         loader: WatchedLoader = trainer.fit_loop._combined_loader
         given = loop.batch_progress.current.ready
         at_iter, at_first, at_ahead, now = loader.randomness(given)
-        place = Place(
+        place = LoaderPosition(
             trainer.world_size,
             trainer.fit_loop.epoch_progress.current.processed,
             given,

@@ -16,7 +16,7 @@ from tierd_client.state import rng
 from tierd_client.state.sections import is_stateful
 
 
-class Randomness(msgspec.Struct):
+class GeneratorStates(msgspec.Struct):
     """All generators at one instant: `everyone` as `rng.capture` returns them, `own` those that loaders were given.
 
     `seeds`: of the samplers that distribute an epoch among ranks. Lightning takes them from `seed_everything`.
@@ -27,7 +27,7 @@ class Randomness(msgspec.Struct):
     seeds: list[int]
 
 
-class Place(msgspec.Struct):
+class LoaderPosition(msgspec.Struct):
     """The position in the data: training has used `given` batches of this epoch, which were all if `is_over`.
 
     `at_iter`, `at_first`: when the epoch's iterators were made, and when its first batch was fetched. `at_ahead`: when
@@ -41,14 +41,14 @@ class Place(msgspec.Struct):
     is_over: bool
     should_stop: bool
     broadcasts_next: bool
-    at_iter: Randomness
-    at_first: Randomness | None
-    at_ahead: Randomness | None
-    now: Randomness
+    at_iter: GeneratorStates
+    at_first: GeneratorStates | None
+    at_ahead: GeneratorStates | None
+    now: GeneratorStates
 
 
 class WatchedLoader(CombinedLoader):
-    """Lightning's combined loader. Calls `before_batch` before each fetch, and resumes at a Place.
+    """Lightning's combined loader. Calls `before_batch` before each fetch, and resumes at a LoaderPosition.
 
     Lightning restores loaders whose state is their whole position. Otherwise they repeat the batches of their epoch.
     """
@@ -59,23 +59,25 @@ class WatchedLoader(CombinedLoader):
         mode: Any,
         before_batch: Callable[[], None],
         device: torch.device,
-        resumed: Place | None = None,
+        resumed: LoaderPosition | None = None,
     ) -> None:
         super().__init__(iterables, mode)
         self._before_batch = before_batch
         self._device = device
         self._resumed = resumed
-        self._at_iter: Randomness | None = None
-        self._at_first: Randomness | None = None
-        self._at_last: Randomness | None = None
-        self._at_next: list[Randomness | None] = []
+        self._at_iter: GeneratorStates | None = None
+        self._at_first: GeneratorStates | None = None
+        self._at_last: GeneratorStates | None = None
+        self._at_next: list[GeneratorStates | None] = []
         self._fetched = 0
         self._fetches_ahead = False
         self.states_ahead: list[dict[str, Any]] = []
         """The states of the loaders before the last batch was fetched, where Lightning fetches one ahead."""
 
-    def randomness(self, given: int) -> tuple[Randomness, Randomness | None, Randomness | None, Randomness]:
-        """`at_iter`, `at_first`, `at_ahead` and `now` of the Place after `given` batches."""
+    def randomness(
+        self, given: int
+    ) -> tuple[GeneratorStates, GeneratorStates | None, GeneratorStates | None, GeneratorStates]:
+        """`at_iter`, `at_first`, `at_ahead` and `now` of the LoaderPosition after `given` batches."""
         now = self._randomness()
         return self._at_iter or now, self._at_first, self._at_last if self._fetched > given else None, now
 
@@ -99,7 +101,7 @@ class WatchedLoader(CombinedLoader):
             self._fetched = resumed.given
         # The next batches must not depend on numbers that the hooks at the start of training draw.
         now = self._randomness() if resumed.is_over else resumed.now
-        first: list[Randomness | None] = (
+        first: list[GeneratorStates | None] = (
             [now, None] if self._fetches_ahead else [now]
         )  # None: as the fetch before leaves it
         self._at_next = first if resumed.at_ahead is None else [resumed.at_ahead, now]
@@ -128,11 +130,13 @@ class WatchedLoader(CombinedLoader):
     def _keep_position(self) -> bool:
         return all(_keeps_position(loader) for loader in self.flattened)
 
-    def _randomness(self) -> Randomness:
+    def _randomness(self) -> GeneratorStates:
         own = [generator.get_state().numpy().tobytes() for generator in self._generators()]
-        return Randomness(rng.capture([self._device]), own, [sampler.seed for sampler in self._distributed_samplers()])
+        return GeneratorStates(
+            rng.capture([self._device]), own, [sampler.seed for sampler in self._distributed_samplers()]
+        )
 
-    def _set(self, randomness: Randomness) -> None:
+    def _set(self, randomness: GeneratorStates) -> None:
         rng.restore(randomness.everyone, [self._device])
         for generator, state in zip(self._generators(), randomness.own, strict=False):
             generator.set_state(rng.state_tensor(state))
