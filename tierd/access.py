@@ -53,11 +53,11 @@ class Access:
 
     def exposure(self, path: Path) -> str:
         """Who besides the user, root and the group can reach a folder, such as "its mode is 0755"; empty: nobody."""
-        about = os.stat(path)
-        mode = stat.S_IMODE(about.st_mode)
-        if about.st_uid not in (0, os.geteuid()):
-            return f"it belongs to uid {about.st_uid}"
-        allowed = 0o700 if about.st_gid != self.group else 0o750
+        stat_result = os.stat(path)
+        mode = stat.S_IMODE(stat_result.st_mode)
+        if stat_result.st_uid not in (0, os.geteuid()):
+            return f"it belongs to uid {stat_result.st_uid}"
+        allowed = 0o700 if stat_result.st_gid != self.group else 0o750
         return f"its mode is {mode:04o}" if mode & 0o777 & ~allowed else ""
 
 
@@ -76,23 +76,23 @@ def access_of(group: str) -> Access:
 def is_own_file(fd: int) -> bool:
     """Whether this is a regular file of this process's user that nobody else can change, under this name alone: a hard
     link may lead to any file of the user."""
-    about = os.fstat(fd)
-    is_single = stat.S_ISREG(about.st_mode) and about.st_nlink == 1
-    return is_single and about.st_uid == os.geteuid() and not others_can_write(about)
+    stat_result = os.fstat(fd)
+    is_single = stat.S_ISREG(stat_result.st_mode) and stat_result.st_nlink == 1
+    return is_single and stat_result.st_uid == os.geteuid() and not others_can_write(stat_result)
 
 
 def is_own_folder(path: Path) -> bool:
     """Whether the folder is this process's user's, and nobody else can write into it. Raises OSError."""
-    about = os.stat(path)
-    return about.st_uid == os.geteuid() and not others_can_write(about)
+    stat_result = os.stat(path)
+    return stat_result.st_uid == os.geteuid() and not others_can_write(stat_result)
 
 
-def others_can_write(about: os.stat_result) -> bool:
+def others_can_write(stat_result: os.stat_result) -> bool:
     """Whether the mode lets another user than the owner write. A group that is the user's alone is no other user: many
     systems give each user one, and a umask of 002."""
-    if about.st_mode & stat.S_IWOTH:
+    if stat_result.st_mode & stat.S_IWOTH:
         return True
-    return bool(about.st_mode & stat.S_IWGRP) and not _is_own_group(about.st_gid)
+    return bool(stat_result.st_mode & stat.S_IWGRP) and not _is_own_group(stat_result.st_gid)
 
 
 def _is_own_group(group: int) -> bool:

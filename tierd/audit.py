@@ -302,8 +302,8 @@ class TrailFiles:
     def _open(self, first: int) -> int:
         flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(self._path(first), flags | (os.O_CREAT if self._create else 0), 0o600)
-        about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1:
+        stat_result = os.fstat(fd)
+        if not stat.S_ISREG(stat_result.st_mode) or stat_result.st_nlink != 1:
             os.close(fd)
             raise OSError(f"{self._path(first)} is not a file, or has a second name")
         return fd

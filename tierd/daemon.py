@@ -96,14 +96,14 @@ def serve(config: Config, *, source: str, systemd: Systemd, read_config: Callabl
     logs.configure(LogLimit(STAGES), config.daemon.log_format)
     cold = ", ".join(f"{tier.name} {tier.url}" for tier in config.cold)
     log.info("config: %s; hot tier: %s; cold tiers: %s", source, config.hot.path, cold or "none")
-    about = {"node": config.daemon.node, "socket": config.daemon.socket}
+    holder = {"node": config.daemon.node, "socket": config.daemon.socket}
     check_user(config)
-    with Lock(config.hot_path, about, access=config.access) as hot_lock:
+    with Lock(config.hot_path, holder, access=config.access) as hot_lock:
         raise_descriptor_limit()
         lower_priority(config.daemon.nice)
         faulthandler.enable()  # stacks on a crash, and on SIGABRT, with which systemd's watchdog ends a blocked daemon
         daemon = _Daemon(config, systemd, read_config)
-        asyncio.run(daemon.run(hot_lock, about))
+        asyncio.run(daemon.run(hot_lock, holder))
 
 
 class _Daemon:
@@ -205,9 +205,9 @@ class _Daemon:
 
     # ── running ──
 
-    async def run(self, hot_lock: Lock, about: Mapping[str, object]) -> None:
-        """Raises BadConfig, and LockHeld when another daemon has locked the hot directory meanwhile. `about`: describes
-        this daemon in the lock's file."""
+    async def run(self, hot_lock: Lock, holder: Mapping[str, object]) -> None:
+        """`holder`: describes this daemon in the lock file. Raises BadConfig, and LockHeld when another daemon has locked
+        the hot directory meanwhile."""
         context, stop = self._context, self._catch_signals()
         missing: list[SnapshotSet] = []
         await refuse_signed(context.hot)
@@ -227,7 +227,7 @@ class _Daemon:
             await http.start()
             if self._peers is not None:
                 await self._peers.start()
-            hot_lock.describe({**about, "listen": http.address})
+            hot_lock.describe({**holder, "listen": http.address})
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 watchdog = LoopWatchdog(self._metrics, context.incidents, self._systemd)

@@ -137,8 +137,8 @@ def socket(config: Config) -> Advice:
         message = f"{folder} cannot be written: no socket can be made there"
         hint = "give it to the daemon's user, or set daemon.socket to a path of its own"
         return Advice("socket", "socket", "problem", message, hint)
-    about = folder.stat()
-    if others_can_write(about) and not about.st_mode & stat.S_ISVTX:
+    stat_result = folder.stat()
+    if others_can_write(stat_result) and not stat_result.st_mode & stat.S_ISVTX:
         message = f"other users can replace the socket, because they can write in {folder}: trainers refuse it"
         return Advice("socket", "socket", "problem", message, f"chmod go-w {folder}, or set daemon.socket")
     return Advice("socket", "socket", "ok", f"{folder} can be written")

@@ -198,7 +198,7 @@ FOLDERS = [
     removed(
         "2", "a leftover folder of another user is refused",
         "links_and_leftovers::test_a_leftover_folder_of_another_user_is_not_adopted",
-        "Failed: DID NOT RAISE TargetNotEmpty", OUTPUT, "if about.st_uid != os.geteuid():", "if False:",
+        "Failed: DID NOT RAISE TargetNotEmpty", OUTPUT, "if stat_result.st_uid != os.geteuid():", "if False:",
     ),
     removed(
         "2", "the leftover folder is opened without following a link",
@@ -248,21 +248,22 @@ FOLDERS = [
         "2", "a download of another user is not continued",
         "links_and_leftovers::test_an_unfinished_download_is_continued_only_if_nobody_else_can_change_it",
         "AssertionError: its content was taken over", ACCESS,
-        "return is_single and about.st_uid == os.geteuid() and not others_can_write(about)",
-        "return is_single and not others_can_write(about)",
+        "return is_single and stat_result.st_uid == os.geteuid() and not others_can_write(stat_result)",
+        "return is_single and not others_can_write(stat_result)",
     ),
     removed(
         "2", "a download that others can write is not continued",
         "links_and_leftovers::test_an_unfinished_download_is_continued_only_if_nobody_else_can_change_it",
         "AssertionError: its content was taken over", ACCESS,
-        "return is_single and about.st_uid == os.geteuid() and not others_can_write(about)",
-        "return is_single and about.st_uid == os.geteuid()",
+        "return is_single and stat_result.st_uid == os.geteuid() and not others_can_write(stat_result)",
+        "return is_single and stat_result.st_uid == os.geteuid()",
     ),
     removed(
         "2", "a download with a second name is not continued",
         "links_and_leftovers::test_an_unfinished_download_is_continued_only_if_nobody_else_can_change_it",
-        "AssertionError: its content was taken over", ACCESS, "stat.S_ISREG(about.st_mode) and about.st_nlink == 1",
-        "stat.S_ISREG(about.st_mode)",
+        "AssertionError: its content was taken over", ACCESS,
+        "stat.S_ISREG(stat_result.st_mode) and stat_result.st_nlink == 1",
+        "stat.S_ISREG(stat_result.st_mode)",
     ),
     removed(
         "2", "a link in place of a download is not followed",
@@ -275,7 +276,7 @@ FOLDERS = [
         "2", "a download is the file that was begun",
         "links_and_leftovers::test_a_download_that_is_swapped_for_another_file_is_not_published",
         "Failed: DID NOT RAISE TierUnreachable", PARTIAL,
-        "if self._inode not in (None, (about.st_dev, about.st_ino)):", "if False:",
+        "if self._inode not in (None, (stat_result.st_dev, stat_result.st_ino)):", "if False:",
     ),
     removed(
         "2", "a cache in a folder of another user is not written",
@@ -460,7 +461,7 @@ PRIVATE = [
     removed(
         "6", "the lock file of another user is refused",
         "private_files::test_a_lock_file_of_another_user_is_refused_by_name", "Failed: DID NOT RAISE Exception", LOCK,
-        "if about.st_uid not in (os.geteuid(), root.stat().st_uid):", "if False:",
+        "if stat_result.st_uid not in (os.geteuid(), root.stat().st_uid):", "if False:",
     ),
 ]  # fmt: skip
 
@@ -717,12 +718,12 @@ CONFIG = [
     removed(
         "10", "the config of another user is refused",
         "config_owner::test_a_config_of_another_user_is_refused_by_name", "Failed: DID NOT RAISE BadConfig",
-        CONFIG_FILE, "        if about.st_uid not in (0, os.geteuid()):\n", "        if False:\n",
+        CONFIG_FILE, "        if stat_result.st_uid not in (0, os.geteuid()):\n", "        if False:\n",
     ),
     removed(
         "10", "a config that others can write is refused",
         "config_owner::test_a_config_that_others_can_write_is_refused_by_name", "Failed: DID NOT RAISE BadConfig",
-        CONFIG_FILE, "        if others_can_write(about):\n", "        if False:\n",
+        CONFIG_FILE, "        if others_can_write(stat_result):\n", "        if False:\n",
     ),
     removed(
         "10", "credentials cross no network in the clear",

@@ -19,7 +19,7 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import StoredObject
 from tierd.tiers.tier import Tier
 from tierd.workers.adopter import Adopter
-from tierd.workers.announcements import LOOK_MAX_S, LOOKED_AT
+from tierd.workers.announcements import AWAITED_MAX, RETRY_MAX_S
 from tierd.workers.drain import drain
 from tierd.workers.driller import Driller
 from tierd.workers.reaper import Reaper
@@ -173,7 +173,7 @@ async def test_a_late_node_does_not_take_a_second_save_for_the_first(tmp_path: P
         assert late.parts == {}
         assert "it is adopted if node 0 announces no other save of step 10 for 60 s" in late.waiting
         await nodes.look(home)
-        nodes.now_s += LOOK_MAX_S
+        nodes.now_s += RETRY_MAX_S
         await nodes.look(late)
         await nodes.send()
         assert await nodes.committed() == [(10, 2, 2)]
@@ -205,7 +205,7 @@ async def test_a_step_is_saved_again_after_cold_has_deleted_the_first(tmp_path: 
         shift(save_deepspeed_on(nodes.outs, 10), SPREAD_S + 30)
         nodes.ahead_s += SPREAD_S + 30
         await nodes.look()
-        nodes.now_s += LOOK_MAX_S
+        nodes.now_s += RETRY_MAX_S
         await nodes.look()
         await nodes.send()
         assert await nodes.committed() == [(10, 2, 2)]
@@ -249,10 +249,10 @@ async def test_leftovers_of_higher_steps_keep_no_new_step_from_being_looked_for(
     async with made(tmp_path, 2, preset="dcp") as nodes:
         other = nodes.nodes[1]
         (tmp_path / "lost").mkdir()
-        for step in range(1000, 1000 + LOOKED_AT):  # of a former job, and node 0 is another machine now
+        for step in range(1000, 1000 + AWAITED_MAX):  # of a former job, and node 0 is another machine now
             save_dcp_on([tmp_path / "lost", *nodes.outs[1:]], step)
         save_dcp_on(nodes.outs, 10)
-        shift([other.out / f"step-{step}" for step in range(1000, 1000 + LOOKED_AT)], -1000)
+        shift([other.out / f"step-{step}" for step in range(1000, 1000 + AWAITED_MAX)], -1000)
         await nodes.look()
         await nodes.look()
         assert list(other.parts) == [10]

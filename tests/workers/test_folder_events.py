@@ -23,7 +23,7 @@ class Events:
         """A pass that finds these names."""
         await self.source.begin_pass()
         self.source.follow(names)
-        return self.source.why_not
+        return self.source.polled_because
 
 
 @pytest.fixture

@@ -254,7 +254,7 @@ class Admission:
         if hello.node is not None and not self._context.cold:
             raise needs_cold_tier(run)
         unlisted = await self._restorer.list_run(run)
-        least = self._catalog.claims.least_above(hello.above, self._context.now().timestamp())
+        generation_min = self._catalog.claims.least_above(hello.above, self._context.now().timestamp())
         if unlisted and not self._catalog.generation_max(run) and not self._memory.generation(run):
             if not hello.starts_anew:
                 reasons = "; ".join(f"{tier} ({why})" for tier, why in unlisted.items())
@@ -265,36 +265,36 @@ class Admission:
                 )
             # Minutes since 1970 are more than any count of starts. So this generation is newer than those in the tiers
             # that could not be listed.
-            least = max(least, int(self._context.now().timestamp() / 60))
+            generation_min = max(generation_min, int(self._context.now().timestamp() / 60))
         async with self._claiming.setdefault(run, asyncio.Lock()):
             self.secrets.check_proof(run, hello.proof)  # again: the start before this one may have bound one
             if connection.has_ended():
                 raise ConnectionResetError
             self._quotas.check_claim(connection.peer_uid, run)
-            least = max(least, self._seen(run) + 1)
+            generation_min = max(generation_min, self._seen(run) + 1)
             tiers = [tier for name, tier in self._context.cold.items() if name not in unlisted]
             claim = self._context.new_claim()
-            generation = await self._claim_next(tiers, run, least, claim, spans_nodes=hello.node is not None)
+            generation = await self._claim_next(tiers, run, generation_min, claim, spans_nodes=hello.node is not None)
             self._catalog.saw_generation(run, generation)
             self._catalog.claims.saw(run, [generation], HOT, is_here=True)  # also if hot had no space for it
         failpoint("run.claimed")
         return generation, unlisted, claim
 
     async def _claim_next(
-        self, cold: Sequence[Tier], run: Run, least: int, claim: Claim, *, spans_nodes: bool
+        self, cold: Sequence[Tier], run: Run, generation_min: int, claim: Claim, *, spans_nodes: bool
     ) -> Generation:
-        """The first number from `least` on that could be claimed. Names of files that a tier lists are not tried: a
-        file may be forged."""
+        """The first number from `generation_min` on that could be claimed. Numbers in the names of listed files are not
+        tried, because a file may be forged."""
         now_s = self._context.now().timestamp()
         for _ in range(CLAIM_ATTEMPTS_MAX):
-            number = self._catalog.claims.next_free(run, least, now_s)
+            number = self._catalog.claims.next_free(run, generation_min, now_s)
             if number > GENERATION_SEEN_MAX:  # no listing would believe it
                 break
             if await self._claim_in(cold, run, Generation(number), claim, spans_nodes=spans_nodes):
                 return Generation(number)
-            least = number + 1
+            generation_min = number + 1
         raise TierUnreachable(
-            f"claim a generation of {run}: every number up to {least - 1} is taken",
+            f"claim a generation of {run}: every number up to {generation_min - 1} is taken",
             hint="someone writes claims into a tier; docs/RUNBOOK.md#foreign-checkpoints; start the run again",
         )
 

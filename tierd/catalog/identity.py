@@ -143,8 +143,8 @@ class Identities:
         """Make a marker: of the remembered identity if there is one. Returns the identities that the tier has then."""
         # From `secrets`, whose numbers a simulation can repeat.
         identity = expected or str(uuid.UUID(hex=secrets.token_hex(16), version=4))
-        about = {"format_version": FORMAT_VERSION, "identity": identity, "node": self._node}
-        await tier.mark_identity(identity, {**about, "made_by": tierd.__version__})
+        content = {"format_version": FORMAT_VERSION, "identity": identity, "node": self._node}
+        await tier.mark_identity(identity, {**content, "made_by": tierd.__version__})
         if expected is None:
             mounted = "; if checkpoints should be there, its disk is not mounted" if tier.store.is_local else ""
             log.info("%s: began a new tier at %s%s", tier.name, tier.store.url, mounted)

@@ -83,8 +83,8 @@ async def note(
                 await tier.put_marker(key, encode_marker(each))
         report = _noted(tiers, checkpoint, list(found.values()))
     names = ", ".join(tier.name for tier in answering)
-    about = f"noted {checkpoint} in {names}; its tags: {', '.join(report.tags) or 'none'}"
-    print_report(report, as_json=json, text=about)
+    sentence = f"noted {checkpoint} in {names}; its tags: {', '.join(report.tags) or 'none'}"
+    print_report(report, as_json=json, text=sentence)
     return code
 
 
@@ -130,9 +130,11 @@ async def _read(tiers: OpenedTiers, run: Run, *, only: CheckpointId | None = Non
 
     for tier in _answering(tiers):
         keys = [stored.key for stored in await tier.store.list(notes_format.note_prefix(run))]
-        about = {key: parsed for key in keys if (parsed := notes_format.parse_note_key(key)) is not None}
-        unread = [key for key, (checkpoint, _) in about.items() if key not in found and only in (None, checkpoint)]
-        newest = sorted(unread, key=lambda key: about[key][1])[-NOTES_MAX:]
+        parsed_keys = {key: parsed for key in keys if (parsed := notes_format.parse_note_key(key)) is not None}
+        unread = [
+            key for key, (checkpoint, _) in parsed_keys.items() if key not in found and only in (None, checkpoint)
+        ]
+        newest = sorted(unread, key=lambda key: parsed_keys[key][1])[-NOTES_MAX:]
         await for_each(READS_AT_ONCE, newest, partial(read, tier))
     return {key: found[key] for key in sorted(found, key=notes_format.order)}
 
@@ -171,8 +173,8 @@ def _print(reports: list[NotedCheckpoint]) -> None:
         return
     rows: list[list[str]] = []
     for each in reports:
-        about = [each.run, str(each.step), str(each.generation), ",".join(each.tiers) or "deleted", ",".join(each.tags)]
-        rows += [[*about, note_line(one)] for one in each.notes]
+        cells = [each.run, str(each.step), str(each.generation), ",".join(each.tiers) or "deleted", ",".join(each.tags)]
+        rows += [[*cells, note_line(one)] for one in each.notes]
     table(["RUN", "STEP", "GEN", "TIERS", "TAGS", "NOTE"], rows, right=("STEP", "GEN"))
 
 

@@ -178,7 +178,7 @@ def written_lines(written: list[SidecarVersion], into: Path) -> list[str]:
     """What `write_newest` has done, in words."""
     lines: list[str] = []
     for each in written:
-        about = f"version {each.version}, {size(max(each.size_bytes.values()))}"
+        detail = f"version {each.version}, {size(max(each.size_bytes.values()))}"
         what = "written" if each.is_written else "is there already"
-        lines.append(f"{into / each.file}: {what} ({about})")
+        lines.append(f"{into / each.file}: {what} ({detail})")
     return lines

@@ -238,8 +238,8 @@ def _print_watch(watch: WatchReport) -> None:
 
 def _print_sidecars(sidecars: SidecarReport) -> None:
     behind = f"; the oldest change waits {duration(sidecars.behind_s)}" if sidecars.behind_s else ""
-    about = f"{counted(sidecars.files, 'file')}, {size(sidecars.size_bytes)}"
-    print_result(f"sidecar files in {sidecars.path} for {sidecars.run}: {about}{behind}")
+    amount = f"{counted(sidecars.files, 'file')}, {size(sidecars.size_bytes)}"
+    print_result(f"sidecar files in {sidecars.path} for {sidecars.run}: {amount}{behind}")
     for problem in sidecars.problems:
         print_result(f"  NOT COPIED: {problem}")
 

@@ -140,14 +140,14 @@ def _read_own(path: Path) -> str:
     """The text of a config file. Raises BadConfig if another user could have written it: it says where checkpoints and
     credentials go."""
     with path.open(encoding="utf-8") as file:
-        about = os.fstat(file.fileno())
-        if about.st_uid not in (0, os.geteuid()):
+        stat_result = os.fstat(file.fileno())
+        if stat_result.st_uid not in (0, os.geteuid()):
             raise BadConfig(
-                f"read config {path}: it belongs to uid {about.st_uid}, not to this user or root",
+                f"read config {path}: it belongs to uid {stat_result.st_uid}, not to this user or root",
                 hint="name a config of your own with --config or $TIERD_CONFIG",
             )
-        if others_can_write(about):
-            mode = f"{stat.S_IMODE(about.st_mode):04o}"
+        if others_can_write(stat_result):
+            mode = f"{stat.S_IMODE(stat_result.st_mode):04o}"
             raise BadConfig(
                 f"read config {path}: other users can change it, its mode is {mode}", hint=f"chmod go-w {path}"
             )

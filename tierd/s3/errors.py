@@ -155,11 +155,11 @@ def translate(error: Exception, action: str) -> TierdError:
 
 def _details(error: Exception, meaning: str) -> str:
     """What the answer says beyond its code: the bucket's region, or the action that is not allowed."""
-    about: dict[str, Any] = (getattr(error, "response", None) or {}).get("Error", {})
-    region = str(about.get("Region") or _headers(error).get("x-amz-bucket-region") or "")
+    details: dict[str, Any] = (getattr(error, "response", None) or {}).get("Error", {})
+    region = str(details.get("Region") or _headers(error).get("x-amz-bucket-region") or "")
     if meaning == _OTHER_REGION and re.fullmatch(r"[a-z0-9-]{1,40}", region):
         return region
-    action = re.search(r"not authorized to perform: ([a-z0-9]+:[A-Za-z]+)", str(about.get("Message", "")))
+    action = re.search(r"not authorized to perform: ([a-z0-9]+:[A-Za-z]+)", str(details.get("Message", "")))
     return action[1] if action else ""
 
 

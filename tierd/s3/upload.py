@@ -108,8 +108,8 @@ class Upload:
         becomes visible, when a chunk differs from the entry."""
         if self.entry.size_bytes <= self.part_bytes:
             failpoint("s3.put")
-            about = {"ChecksumCRC64NVME": self.entry.crc64nvme, **self.options, **self._condition()}
-            return self._is_proof(await self._send("put_object", 0, self.entry.size_bytes, **about))
+            arguments = {"ChecksumCRC64NVME": self.entry.crc64nvme, **self.options, **self._condition()}
+            return self._is_proof(await self._send("put_object", 0, self.entry.size_bytes, **arguments))
         upload_id, etags = await self._resume()
         try:
             return await self._send_parts(upload_id, etags)
@@ -155,9 +155,9 @@ class Upload:
             if number in etags:
                 self.progress(length)
                 return
-            about = {"UploadId": upload_id, "PartNumber": number, "ChecksumCRC64NVME": sums[number]}
+            arguments = {"UploadId": upload_id, "PartNumber": number, "ChecksumCRC64NVME": sums[number]}
             failpoint("s3.part")
-            etags[number] = (await self._send("upload_part", offset, length, **about))["ETag"]
+            etags[number] = (await self._send("upload_part", offset, length, **arguments))["ETag"]
             failpoint("s3.part_sent")
 
         await for_each(self.requests.parts_in_flight, enumerate(self._ranges(), start=1), send)
@@ -197,12 +197,12 @@ class Upload:
         md5s = [bytes.fromhex(_etag(part)) for part in parts if _is_md5(part)]
         return len(md5s) == len(parts) and _etag(head) == _etag_of_parts(md5s)
 
-    async def _send(self, operation: str, offset: int, length: int, **about: Any) -> Answer:
+    async def _send(self, operation: str, offset: int, length: int, **arguments: Any) -> Answer:
         async with self.requests.window.part(), self.requests.buffers.borrow(PIECE_BYTES) as buffer:
             await self.requests.bandwidth.take(length)
             make_body = partial(Body, self.source, self.entry, offset, length, buffer=buffer, action=self.action)
             answer = await self.requests.request(
-                operation, self.action, size_bytes=length, make_body=make_body, Key=self.object_key, **about
+                operation, self.action, size_bytes=length, make_body=make_body, Key=self.object_key, **arguments
             )
         self.progress(length)
         return answer

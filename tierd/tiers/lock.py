@@ -77,14 +77,14 @@ class Lock(AbstractContextManager["Lock"]):
             time.sleep(POLL_S)
 
     def _keep_others_out(self, root: Path) -> None:
-        about = os.fstat(self._fd)
-        if about.st_uid not in (os.geteuid(), root.stat().st_uid):
+        stat_result = os.fstat(self._fd)
+        if stat_result.st_uid not in (os.geteuid(), root.stat().st_uid):
             os.close(self._fd)
             raise TierUnreachable(
-                f"lock {self._path}: the file belongs to uid {about.st_uid}",
+                f"lock {self._path}: the file belongs to uid {stat_result.st_uid}",
                 hint="that user could hold the lock: delete the file, and take from others the right to write there",
             )
-        if stat.S_IMODE(about.st_mode) & 0o077:  # an earlier version made it so
+        if stat.S_IMODE(stat_result.st_mode) & 0o077:  # an earlier version made it so
             os.fchmod(self._fd, 0o600)
 
     def describe(self, holder: Mapping[str, object]) -> None:

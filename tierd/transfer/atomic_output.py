@@ -156,15 +156,16 @@ def _claimed(output: AtomicOutput, keep: Container[str]) -> Generator[None, Any]
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, output.access.folder_mode, dir_fd=output.above)
     with closing_fd(os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=output.above)) as descriptor:
-        about = os.fstat(descriptor)
-        if about.st_uid != os.geteuid():
+        stat_result = os.fstat(descriptor)
+        if stat_result.st_uid != os.geteuid():
             raise TargetNotEmpty(
-                f"write into {partial}: the folder belongs to uid {about.st_uid}, this command runs as {os.geteuid()}",
+                f"write into {partial}: the folder belongs to uid {stat_result.st_uid}, and this command runs as "
+                f"{os.geteuid()}",
                 hint="delete it, or name a target in a directory where only you can write",
             )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = os.path.samestat(about, os.stat(name, dir_fd=output.above, follow_symlinks=False))
+            is_ours = os.path.samestat(stat_result, os.stat(name, dir_fd=output.above, follow_symlinks=False))
         except (BlockingIOError, FileNotFoundError):
             is_ours = False
         if not is_ours:
@@ -172,7 +173,7 @@ def _claimed(output: AtomicOutput, keep: Container[str]) -> Generator[None, Any]
         entries = os.listdir(descriptor)
         if entries and _MARK not in entries:
             raise TargetNotEmpty(f"write into {partial}: tierd did not make it", hint="move or delete it")
-        if others_can_write(about):
+        if others_can_write(stat_result):
             keep = ()  # nothing there is known to be ours
         os.fchmod(descriptor, 0o700)
         output.access.share(descriptor)

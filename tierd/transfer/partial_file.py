@@ -52,13 +52,13 @@ class PartialFile:
             folder, _ = tree.open_folder(self.key, create=True)
             with closing_fd(folder), closing_fd(tree.continue_file(folder, self._name)) as fd:
                 failpoint("fetch.begin")
-                about = os.fstat(fd)
-                self._inode = about.st_dev, about.st_ino
+                stat_result = os.fstat(fd)
+                self._inode = stat_result.st_dev, stat_result.st_ino
                 if is_whole and self._size_bytes:
                     reserve(fd, self._size_bytes)
-                elif about.st_size < self._size_bytes:
+                elif stat_result.st_size < self._size_bytes:
                     os.ftruncate(fd, self._size_bytes)
-        return about.st_size > 0
+        return stat_result.st_size > 0
 
     def exists(self) -> bool:
         try:
@@ -116,8 +116,8 @@ class PartialFile:
             self._check_same(os.fstat(fd))
             yield fd
 
-    def _check_same(self, about: os.stat_result) -> None:
-        if self._inode not in (None, (about.st_dev, about.st_ino)):
+    def _check_same(self, stat_result: os.stat_result) -> None:
+        if self._inode not in (None, (stat_result.st_dev, stat_result.st_ino)):
             raise TierUnreachable(
                 f"{self._action}: another process has put a file in place of {self._name}",
                 hint="can other users write in this directory? Take that right away",

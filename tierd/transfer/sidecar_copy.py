@@ -44,14 +44,14 @@ class FileChanged(Exception):
 class FileState:
     """A file as it was read. `key`: of its stat; another one means that it has changed. `settled`: its size without
     what only closes its JSON document. `hashes`: by offset, SHA-256 of the bytes up to it, as hash objects that can be
-    continued. `held`: where the caller holds it open; it may have another name by now, or none."""
+    continued. `open_file`: where the caller holds it open; it may have another name by now, or none."""
 
     path: Path
     key: tuple[int, ...]
     size: int
     settled: int
     hashes: dict[int, Any] = field(default_factory=dict[int, Any])
-    held: HeldSidecar | None = None
+    open_file: OpenSidecar | None = None
 
     def digest(self, end: int) -> str:
         """Of the bytes up to `end`, in hexadecimal; empty if that is not known, or beyond the end."""
@@ -64,7 +64,7 @@ class FileState:
     def piece(self, begin: int, end: int) -> bytes:
         """The bytes from `begin` to `end`, both in `hashes`. Raises FileChanged if they are not the same any more."""
         try:
-            with _opened(self.path, self.held) as fd:
+            with _opened(self.path, self.open_file) as fd:
                 content = bytearray()
                 while more := os.pread(fd, end - begin - len(content), begin + len(content)):
                     content += more
@@ -89,17 +89,17 @@ def followed_files(folder: Path, patterns: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def state_key(about: os.stat_result) -> tuple[int, ...]:
-    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+def state_key(stat_result: os.stat_result) -> tuple[int, ...]:
+    return stat_result.st_dev, stat_result.st_ino, stat_result.st_size, stat_result.st_mtime_ns, stat_result.st_ctime_ns
 
 
-def read_state(path: Path, offsets: Iterable[int], held: HeldSidecar | None = None) -> FileState:
-    """Reads the file once. `held`: where the caller holds it open. `hashes` has those of `offsets` that are not beyond
+def read_state(path: Path, offsets: Iterable[int], open_file: OpenSidecar | None = None) -> FileState:
+    """Reads the file once. `open_file`: where the caller holds it open. `hashes` has those of `offsets` that are not beyond
     its end, and of 0 and its sizes. Raises NotFound, BadRequest when it is no regular file or cannot be read, and
     FileChanged when it was written meanwhile."""
-    with _opened(path, held) as opened:
-        about = os.fstat(opened)
-        size = about.st_size
+    with _opened(path, open_file) as opened:
+        stat_result = os.fstat(opened)
+        size = stat_result.st_size
         tail = os.pread(opened, TAIL_BYTES, max(0, size - TAIL_BYTES))
         settled = size - unsettled_bytes(tail)
         hashes: dict[int, Any] = {}
@@ -112,7 +112,7 @@ def read_state(path: Path, offsets: Iterable[int], held: HeldSidecar | None = No
                 digest.update(piece)
                 at += len(piece)
             hashes[end] = digest.copy()
-        return FileState(path, state_key(about), size, settled, hashes, held)
+        return FileState(path, state_key(stat_result), size, settled, hashes, open_file)
 
 
 def check_readable(path: Path) -> None:
@@ -120,7 +120,7 @@ def check_readable(path: Path) -> None:
     os.close(_descriptor(path))
 
 
-class HeldSidecar:
+class OpenSidecar:
     """A file that stays open, also when it is renamed or deleted. `close` may be called while other threads read."""
 
     def __init__(self, path: Path) -> None:
@@ -159,8 +159,8 @@ def _descriptor(path: Path) -> int:
     return fd
 
 
-def _opened(path: Path, held: HeldSidecar | None) -> AbstractContextManager[int]:
-    return closing_fd(_descriptor(path)) if held is None else held.opened(path)
+def _opened(path: Path, open_file: OpenSidecar | None) -> AbstractContextManager[int]:
+    return closing_fd(_descriptor(path)) if open_file is None else open_file.opened(path)
 
 
 def new_spans(chained: Sequence[Segment], covered: int, settled: int) -> list[tuple[int, int]]:
@@ -223,7 +223,7 @@ class SidecarCopy:
             spans.append((state.settled, state.size, True))
         if missing := {at for begin, end, _ in spans for at in (begin, end)} - state.hashes.keys():
             try:
-                again = await self._pool.query(read_state, state.path, [*state.hashes, *missing], state.held)
+                again = await self._pool.query(read_state, state.path, [*state.hashes, *missing], state.open_file)
             except (NotFound, BadRequest) as error:
                 raise FileChanged(state.path) from error
             if any(again.digest(at) != state.digest(at) for at in state.hashes):

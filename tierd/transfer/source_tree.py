@@ -158,26 +158,26 @@ def scan(path: Path, *, may_be_empty: bool = False) -> SourceTree:
     """What lies at `path`, which is no link. Raises NotFound, BadRequest for what this user may not read, Unsupported
     for what a checkpoint cannot hold, Transient when it changes meanwhile. `may_be_empty`: it needs no file."""
     with _named(path):
-        about = os.stat(path, follow_symlinks=False)
-        if stat.S_ISREG(about.st_mode):
+        stat_result = os.stat(path, follow_symlinks=False)
+        if stat.S_ISREG(stat_result.st_mode):
             name = path.name
-            entries = [_entry(path, name, about, "")]
+            entries = [_entry(path, name, stat_result, "")]
         else:
             with closing_fd(os.open(path, FOLDER | os.O_NOFOLLOW)) as folder:
-                about = os.fstat(folder)
+                stat_result = os.fstat(folder)
             entries = sorted(_walk(path), key=lambda entry: entry.path.split("/"))
     if problem := adopted.path_problem(path.name):
         raise Unsupported(f"adopt {path}: its name {problem}")
-    is_file = stat.S_ISREG(about.st_mode)
+    is_file = stat.S_ISREG(stat_result.st_mode)
     if not may_be_empty and not any(entry.kind == "file" for entry in entries):
         raise Unsupported(f"adopt {path}: there is no file in it", hint="is this the folder of a checkpoint?")
     return SourceTree(
         root=path.parent if is_file else path,
         name=path.name,
         is_file=is_file,
-        mode=0 if is_file else stat.S_IMODE(about.st_mode) & adopted.MODE_MASK,
+        mode=0 if is_file else stat.S_IMODE(stat_result.st_mode) & adopted.MODE_MASK,
         entries=tuple(entries),
-        changed_ns=0 if is_file else about.st_mtime_ns,
+        changed_ns=0 if is_file else stat_result.st_mtime_ns,
     )
 
 
@@ -194,38 +194,38 @@ def _walk(top: Path) -> Iterator[SourceEntry]:
                 if count > adopted.ENTRIES_MAX:
                     raise Unsupported(f"adopt {top}: it has more than {adopted.ENTRIES_MAX} entries")
                 path = f"{above}/{name}" if above else name
-                about = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                target = os.readlink(name, dir_fd=folder) if stat.S_ISLNK(about.st_mode) else ""
-                entry = _entry(top, path, about, target)
+                stat_result = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                target = os.readlink(name, dir_fd=folder) if stat.S_ISLNK(stat_result.st_mode) else ""
+                entry = _entry(top, path, stat_result, target)
                 yield entry
                 if entry.kind == "folder":
                     waiting.append(path)
 
 
-def _entry(top: Path, path: str, about: os.stat_result, target: str) -> SourceEntry:
+def _entry(top: Path, path: str, stat_result: os.stat_result, target: str) -> SourceEntry:
     shown = ascii(path)[1:-1]
     if problem := adopted.path_problem(path):
         raise Unsupported(f"adopt {top}: the path of {shown} {problem}", hint="rename it, or adopt a copy")
-    if stat.S_ISLNK(about.st_mode) and adopted.leads_out(path, target):
+    if stat.S_ISLNK(stat_result.st_mode) and adopted.leads_out(path, target):
         raise Unsupported(
             f"adopt {top}: the link {shown} leads out of it, to {ascii(target)[1:-1]}",
             hint="what is outside would not be in the checkpoint: replace the link by the file",
         )
     kinds = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "folder"), (stat.S_ISLNK, "link"))
-    kind = next((kind for is_kind, kind in kinds if is_kind(about.st_mode)), "")
+    kind = next((kind for is_kind, kind in kinds if is_kind(stat_result.st_mode)), "")
     if not kind:
         raise Unsupported(f"adopt {top}: {shown} is neither a file nor a folder nor a link")
     is_file = kind == "file"
     return SourceEntry(
         path=path,
         kind=kind,
-        mode=stat.S_IMODE(about.st_mode),
-        device=about.st_dev,
-        inode=about.st_ino,
-        size_bytes=about.st_size if is_file else 0,
-        modified_ns=min(max(about.st_mtime_ns, 0), adopted.MODIFIED_NS_MAX) if is_file else 0,
+        mode=stat.S_IMODE(stat_result.st_mode),
+        device=stat_result.st_dev,
+        inode=stat_result.st_ino,
+        size_bytes=stat_result.st_size if is_file else 0,
+        modified_ns=min(max(stat_result.st_mtime_ns, 0), adopted.MODIFIED_NS_MAX) if is_file else 0,
         target=target,
-        changed_ns=about.st_mtime_ns if kind == "folder" else 0,
+        changed_ns=stat_result.st_mtime_ns if kind == "folder" else 0,
     )
 
 

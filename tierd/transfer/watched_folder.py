@@ -65,10 +65,10 @@ def read_beside(folder: Path, name: str) -> tuple[bytes, float]:
     """The content of a small file and when it was written; nothing where there is none."""
     try:
         with closing_fd(os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | NO_LINK)) as fd:
-            about = os.fstat(fd)
-            if not stat.S_ISREG(about.st_mode):
+            stat_result = os.fstat(fd)
+            if not stat.S_ISREG(stat_result.st_mode):
                 return b"", 0.0
-            return os.read(fd, BESIDE_BYTES_MAX), about.st_mtime
+            return os.read(fd, BESIDE_BYTES_MAX), stat_result.st_mtime
     except OSError:
         return b"", 0.0
 

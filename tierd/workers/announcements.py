@@ -33,8 +33,8 @@ from tierd.workers.watch_claim import TIMEOUT_S, WatchClaim
 log = logging.getLogger("tierd")
 
 SPREAD = 6  # times quiet_s: between the last writes of two nodes of one save
-LOOK_MIN_S, LOOK_MAX_S = 1.0, 60.0  # how often a node looks for the head of one step
-LOOKED_AT = 32  # steps, those that were written last
+RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0  # how often a node looks for the head of one step
+AWAITED_MAX = 32  # steps, those that were written last
 GENERATIONS_TRIED = 8  # at once, for a new save of a step
 ABSENT, GONE = "absent", "gone"
 
@@ -56,43 +56,45 @@ class Announcements:
         self._context, self._watch, self._claim = context, watch, claim
         self._run = check_run(watch.run)
         self.node = watch.node
-        self._began_s = context.now().timestamp()
-        self._former: Manifest | None = None  # the newest before the first announcement, if of another number of nodes
-        self._is_former_known = False
+        self._started_s = context.now().timestamp()
+        self._earlier: Manifest | None = None  # the newest before the first announcement, if of another number of nodes
+        self._is_earlier_known = False
         self.apart_s = SPREAD * watch.quiet_s if watch.node else 0.0  # between the clock here and that of node 0
         self._is_last_on_node_0 = preset_of(watch).whole is Whole.ANNOUNCED
         self._waits: dict[int, _Wait] = {}  # by step
 
-    async def head(self, step: int, tree: SourceTree, *, least: int, waiting: Collection[int]) -> Announced | str:
-        """What this node's part of the step begins with, or why there is nothing yet. `least`: its generation is at
-        least so high, because the step was saved again. `waiting`: the steps that are complete here and not adopted,
+    async def head(
+        self, step: int, tree: SourceTree, *, generation_min: int, waiting: Collection[int]
+    ) -> Announced | str:
+        """What this node's part of the step begins with, or why there is nothing yet. `generation_min`: its generation is at
+        generation_min so high, because the step was saved again. `waiting`: the steps that are complete here and not adopted,
         oldest first.
 
         Raises BadConfig where the nodes do not agree on their number, TierUnreachable where no cold tier answers, and
         as `adopted_id`."""
         if self.node == 0:
-            return await self._announce(step, tree, least)
-        self._waits = {each: wait for each, wait in self._waits.items() if each in waiting}
+            return await self._announce(step, tree, generation_min)
+        self._waits = {waited: wait for waited, wait in self._waits.items() if waited in waiting}
         wait = self._waits.setdefault(step, _Wait())
-        if step in list(waiting)[-LOOKED_AT:] and self._context.monotonic_s() >= wait.due_s:
+        if step in list(waiting)[-AWAITED_MAX:] and self._context.monotonic_s() >= wait.due_s:
             wait.count += 1
-            wait.due_s = self._context.monotonic_s() + backoff_s(wait.count, min_s=LOOK_MIN_S, max_s=LOOK_MAX_S)
-            answer = self._answer(await self._find(step, least), step, tree, least)
+            wait.due_s = self._context.monotonic_s() + backoff_s(wait.count, min_s=RETRY_MIN_S, max_s=RETRY_MAX_S)
+            answer = self._judge(await self._newest_head(step, generation_min), step, tree, generation_min)
             if isinstance(answer, Announced):
                 return answer
             wait.answer = answer
         if isinstance(wait.answer, BadConfig):
             raise BadConfig(wait.answer.message, hint=wait.answer.hint)
-        return wait.answer or self._not_announced(step, least)
+        return wait.answer or self._not_announced(step, generation_min)
 
     def forget(self, step: int) -> None:
         self._waits.pop(step, None)
 
-    def _answer(
-        self, announced: Announced | None, step: int, tree: SourceTree, least: int
+    def _judge(
+        self, announced: Announced | None, step: int, tree: SourceTree, generation_min: int
     ) -> Announced | str | BadConfig:
         if announced is None:
-            return self._not_announced(step, least)
+            return self._not_announced(step, generation_min)
         if announced.world_size != self._watch.nodes:
             return BadConfig(
                 f"adopt {tree.path}: node 0 has announced {announced.id} of {announced.world_size} nodes, and "
@@ -101,8 +103,8 @@ class Announcements:
             )
         return self._other_save(announced, tree) or announced
 
-    def _not_announced(self, step: int, least: int) -> str:
-        if least > 1:
+    def _not_announced(self, step: int, generation_min: int) -> str:
+        if generation_min > 1:
             return f"it was saved again here, and node 0 has not announced that for step {step} yet"
         return f"node 0 has not announced step {step} yet: its daemon must run and have the same cold tier"
 
@@ -128,20 +130,20 @@ class Announcements:
 
     # ── node 0 ──
 
-    async def _announce(self, step: int, tree: SourceTree, least: int) -> Announced | str:
+    async def _announce(self, step: int, tree: SourceTree, generation_min: int) -> Announced | str:
         context, run = self._context, self._run
         self._check_number(tree)
         for _ in range(GENERATIONS_TRIED):
-            standing = await self._claim.standing(least=least)
+            standing = await self._claim.standing(generation_min=generation_min)
             if standing.holder:
                 return f"{standing.holder} is node 0 of {run} since generation {standing.generation}"
             checkpoint = adopted_id(context.catalog, run, step, standing.generation, is_lenient=True)
-            announced = await self._announced(checkpoint, tree)
+            announced = await self._write_head(checkpoint, tree)
             if announced is not None:
                 return announced
-            least = standing.generation + 1
+            generation_min = standing.generation + 1
         raise Corrupt(
-            f"announce step {step} of {run}: a cold tier has other saves of it up to generation {least - 1}",
+            f"announce step {step} of {run}: a cold tier has other saves of it up to generation {generation_min - 1}",
             hint="nothing was overwritten; do two jobs write one run?",
         )
 
@@ -149,25 +151,25 @@ class Announcements:
         """Raises BadConfig where the save may be of another number of nodes: the parts of these nodes would count as
         the whole of it."""
         nodes = self._watch.nodes
-        if not self._is_former_known:
+        if not self._is_earlier_known:
             newest = next(iter(self._context.catalog.entries(self._run)), None)
-            self._former = newest.manifest if newest is not None and newest.manifest.world_size != nodes else None
-            self._is_former_known = True
-        if self._former is not None and tree.modified_ns / 1e9 < self._began_s:
+            self._earlier = newest.manifest if newest is not None and newest.manifest.world_size != nodes else None
+            self._is_earlier_known = True
+        if self._earlier is not None and tree.modified_ns / 1e9 < self._started_s:
             raise BadConfig(
                 f"announce {tree.path}: it was written before this daemon began with {nodes} nodes, and "
-                f"{self._former.id} is of {self._former.world_size}, so {nodes} nodes may not have all of it",
+                f"{self._earlier.id} is of {self._earlier.world_size}, so {nodes} nodes may not have all of it",
                 hint="later saves are adopted; this one is not",
             )
 
-    async def _announced(self, checkpoint: CheckpointId, tree: SourceTree) -> Announced | None:
+    async def _write_head(self, checkpoint: CheckpointId, tree: SourceTree) -> Announced | None:
         """What the cold tiers say about the checkpoint. It is written where it is missing; one is enough. None if they
         have an earlier save of the step in this generation, of which no part is left here. Raises TierUnreachable."""
         errors: list[str] = []
-        known = await self._known(checkpoint, errors)
-        if any(each is GONE for each in known.values()):
+        known = await self._heads_by_tier(checkpoint, errors)
+        if GONE in known.values():
             return None
-        announced = next((each for each in known.values() if isinstance(each, Announced)), None)
+        announced = next((head for head in known.values() if isinstance(head, Announced)), None)
         if announced is None:
             sequence = self._context.catalog.sequence_max(checkpoint.run) + 1
             head = new_head(checkpoint, tree, sequence=sequence, world_size=self._watch.nodes)
@@ -175,7 +177,7 @@ class Announcements:
         elif (announced.claim, announced.created_at) != (self._claim.number, tree.created_at):
             return None
         failpoint("watch.announce")
-        written = [name for name, each in known.items() if isinstance(each, Announced)]
+        written = [name for name, head in known.items() if isinstance(head, Announced)]
         for name in known.keys() - written:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
@@ -196,7 +198,7 @@ class Announcements:
         failpoint("watch.announced")
         return announced
 
-    async def _known(self, checkpoint: CheckpointId, errors: list[str]) -> dict[str, Announced | str]:
+    async def _heads_by_tier(self, checkpoint: CheckpointId, errors: list[str]) -> dict[str, Announced | str]:
         """By cold tier what it has: the head, ABSENT, or GONE if the checkpoint was deleted there. Without the tiers
         that cannot be read: `errors` says why."""
         known: dict[str, Announced | str] = {}
@@ -220,7 +222,7 @@ class Announcements:
 
     # ── the other nodes ──
 
-    async def _find(self, step: int, least: int) -> Announced | None:
+    async def _newest_head(self, step: int, generation_min: int) -> Announced | None:
         """The head of the newest generation of the step in any cold tier: one that was down lacks the newest. Raises
         TierUnreachable where none answers."""
         found: list[Announced] = []
@@ -228,7 +230,7 @@ class Announcements:
         for tier in self._context.cold.values():
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    if (announced := await self._find_in(tier, step, least)) is not None:
+                    if (announced := await self._newest_head_in(tier, step, generation_min)) is not None:
                         found.append(announced)
             except (TierdError, TimeoutError) as error:
                 errors.append(error)
@@ -237,13 +239,13 @@ class Announcements:
             raise TierUnreachable(f"find what node 0 says about step {step} of {self._run}: {why}")
         return max(found, key=lambda announced: announced.generation, default=None)
 
-    async def _find_in(self, tier: Tier, step: int, least: int) -> Announced | None:
+    async def _newest_head_in(self, tier: Tier, step: int, generation_min: int) -> Announced | None:
         listing = await tier.listing(layout.step_prefix(self._run, step))
         limit = self._generation_limit(tier)
         found = [
             checkpoint
             for checkpoint, names in listing.files.items()
-            if least <= checkpoint.generation <= limit and layout.HEAD in names
+            if generation_min <= checkpoint.generation <= limit and layout.HEAD in names
         ]
         newest = max(found, key=lambda checkpoint: checkpoint.generation, default=None)
         if newest is None or newest in listing.gone:

@@ -196,8 +196,12 @@ def _read(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     with os.fdopen(fd, "rb") as file:
-        about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode) or about.st_size > _BYTES_MAX or about.st_uid != os.geteuid():
+        stat_result = os.fstat(fd)
+        if (
+            not stat.S_ISREG(stat_result.st_mode)
+            or stat_result.st_size > _BYTES_MAX
+            or stat_result.st_uid != os.geteuid()
+        ):
             raise OSError(f"it is not a file of this user, or has more than {_BYTES_MAX} bytes")
         return file.read(_BYTES_MAX)
 

@@ -22,11 +22,11 @@ GAP_S = 0.5  # from an event to the pass, because a save causes many events
 
 
 class EventSource:
-    """`why_not`: why the folder is polled; empty while inotify works. `on_change`: called on the event loop."""
+    """`polled_because`: why the folder is polled; empty while inotify works. `on_change`: called on the event loop."""
 
     def __init__(self, path: Path, pool: ThreadPool, on_change: Callable[[], None], now_s: Callable[[], float]) -> None:
         self._path, self._pool, self._on_change, self._now_s = path, pool, on_change, now_s
-        self.why_not = "the folder does not exist"
+        self.polled_because = "the folder does not exist"
         self._source: FolderEvents | None = None
         self._is_tried = False
         self._names: int | None = None
@@ -38,7 +38,7 @@ class EventSource:
     @property
     def is_in_doubt(self) -> bool:
         """Whether a listing has shown a change that inotify has not reported so far."""
-        return self._unreported_s is not None and not self.why_not
+        return self._unreported_s is not None and not self.polled_because
 
     async def begin_pass(self) -> None:
         """Call it before the folder is listed: inotify reports only what changes from now on, and the listing may lack
@@ -51,7 +51,7 @@ class EventSource:
             return
         try:
             self._source = await self._pool.run(FolderEvents, self._path, self._notice)
-            self.why_not = ""
+            self.polled_because = ""
         except FileNotFoundError:
             return
         except OSError as error:
@@ -71,7 +71,7 @@ class EventSource:
     async def stop(self) -> None:
         source, self._source = self._source, None
         self._names, self._unreported_s = None, None
-        self._is_tried, self.why_not = False, "the folder does not exist"
+        self._is_tried, self.polled_because = False, "the folder does not exist"
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -79,7 +79,7 @@ class EventSource:
             await asyncio.to_thread(source.stop)
 
     def _poll(self, why: str) -> None:
-        self.why_not = why
+        self.polled_because = why
         log.warning("watch %s: the folder is polled: %s", self._path, why)
 
     def _notice(self) -> None:  # on watchdog's thread

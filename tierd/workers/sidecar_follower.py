@@ -28,7 +28,7 @@ from tierd.tiers.tier import Tier
 from tierd.transfer.sidecar_copy import (
     FileChanged,
     FileState,
-    HeldSidecar,
+    OpenSidecar,
     SidecarCopy,
     followed_files,
     read_state,
@@ -44,7 +44,7 @@ POLL_S = 2.0
 COPY_S = 5.0  # between two copies of one file
 REWRITTEN_S = 3.0  # for so long, the past of a file must have been different
 CHECK_S = 600.0  # how often a file that has not changed is compared with the tiers
-HELD_S = 60.0  # for so long, a file that has not changed stays open
+KEPT_OPEN_S = 60.0  # for so long, a file that has not changed stays open
 COST_SHARE = 20  # reading a file takes at most one part in this many of the time
 FILES_MAX = 100
 
@@ -55,7 +55,7 @@ class _Followed:
     tiers whose content was compared with the file since the start. `stored_bytes`, `stored_digest`: how much of this
     version is known to be in a tier, and its digest. `differs_since_s`: since when the file does not begin with that.
     `changed_s`: since when it has something that a tier may lack. `read_s`: how long reading it took. `not_before_s`:
-    when it is read next at the earliest. `held`: the file that began with what is stored, when it was last read: it has
+    when it is read next at the earliest. `open_file`: the file that began with what is stored, when it was last read: it has
     the rest of this version if the program renames or deletes it."""
 
     key: tuple[int, ...] = ()
@@ -69,12 +69,12 @@ class _Followed:
     not_before_s: float = 0.0
     checked_s: float = 0.0
     size_bytes: int = 0
-    held: HeldSidecar | None = None
+    open_file: OpenSidecar | None = None
 
-    def hold(self, held: HeldSidecar | None) -> None:
-        if self.held is not None:
-            self.held.close()
-        self.held = held
+    def hold(self, open_file: OpenSidecar | None) -> None:
+        if self.open_file is not None:
+            self.open_file.close()
+        self.open_file = open_file
 
 
 class SidecarFollower:
@@ -115,7 +115,7 @@ class SidecarFollower:
             lost = [(name, each) for name, each in self._files.items() if name not in found]
             for _, each in lost:
                 each.changed_s = None
-            gone = [name for name, each in lost if each.held is not None]
+            gone = [name for name, each in lost if each.open_file is not None]
             self._let_go(found, now_s)
             if due or gone or now_s - self._compared_s >= CHECK_S:
                 await self._copy(due, gone)
@@ -179,7 +179,7 @@ class SidecarFollower:
         """Close the files that do not change, so that their disk can be unmounted."""
         for name, key in found.items():
             followed = self._files[name]
-            if key == followed.key and now_s - followed.checked_s >= HELD_S:
+            if key == followed.key and now_s - followed.checked_s >= KEPT_OPEN_S:
                 followed.hold(None)
 
     async def _copy(self, names: list[str], gone: list[str]) -> None:
@@ -258,22 +258,22 @@ class SidecarFollower:
             *(at for segments in of_version.values() for at in SidecarCopy.offsets(segments)),
         }
         began_s = self._context.monotonic_s()
-        held = await self._pool.query(HeldSidecar, self._path / name, discard=HeldSidecar.close)
+        open_file = await self._pool.query(OpenSidecar, self._path / name, discard=OpenSidecar.close)
         try:
-            state = await self._pool.query(read_state, self._path / name, offsets, held)
+            state = await self._pool.query(read_state, self._path / name, offsets, open_file)
             followed.read_s = self._context.monotonic_s() - began_s
             differing = [end for end, digest in beginnings if end and not state.begins_with(end, digest)]
             if differing:
                 if not self._differs_for_long(followed) or not await self._copy_rest(name, followed, stored):
-                    return held.close()
+                    return open_file.close()
                 self._report_rewritten(name, followed, state, max(differing))
                 followed.version = max(newest, version) + 1
                 followed.stored_bytes, followed.stored_digest = 0, ""
                 of_version = {tier: [] for tier in of_version}
         except BaseException:
-            held.close()
+            open_file.close()
             raise
-        followed.hold(held)
+        followed.hold(open_file)
         followed.differs_since_s = None
         followed.compared |= of_file.keys()
         followed.size_bytes = state.size
@@ -290,14 +290,14 @@ class SidecarFollower:
     async def _copy_rest(self, name: str, followed: _Followed, stored: dict[str, list[Segment]]) -> bool:
         """Copy what the file had beyond its stored content when the program renamed or deleted it. False if no tier has
         taken it."""
-        if followed.held is None:
+        if followed.open_file is None:
             return True
         of_version = _of_version(stored, name, followed.version)
         reached = {tier: _reached(segments, followed.version) for tier, segments in of_version.items()}
         offsets = {at for segments in of_version.values() for at in SidecarCopy.offsets(segments)}
         offsets.add(followed.stored_bytes)
         try:
-            state = await self._pool.query(read_state, self._path / name, offsets, followed.held)
+            state = await self._pool.query(read_state, self._path / name, offsets, followed.open_file)
             if not followed.stored_bytes or state.begins_with(followed.stored_bytes, followed.stored_digest):
                 of_version = {
                     tier: segments

@@ -59,11 +59,11 @@ class WatchClaim:
             await self.standing()
         return True
 
-    async def standing(self, *, least: int = 1) -> Standing:
-        """Who adopts now, in which generation: at least `least`. Asks the tiers once in BEAT_S. Raises as hot."""
+    async def standing(self, *, generation_min: int = 1) -> Standing:
+        """Who adopts now, in which generation: at least `generation_min`. Asks the tiers once in BEAT_S. Raises as hot."""
         async with self._asking:
             context, now_s = self._context, self._context.monotonic_s()
-            generation = Generation(max(least, context.catalog.generation_max(self._run)))
+            generation = Generation(max(generation_min, context.catalog.generation_max(self._run)))
             if not context.cold:
                 return Standing(generation)
             if self._standing and self._standing.generation >= generation and now_s - self._beat_s < BEAT_S:

@@ -277,7 +277,7 @@ class Watcher:
 
     async def _adopt_or_skip(self, name: str, step: int, seen: WatchedEntry) -> None:
         assert seen.tree is not None
-        tree, least, seen.step = seen.tree, 1, step
+        tree, generation_min, seen.step = seen.tree, 1, step
         entries = self._stored.entries()
         former = next((entry for entry in entries if entry.id.step == step), None)
         if former is not None:
@@ -292,15 +292,15 @@ class Watcher:
                     f"adopt {tree.path}: something in it was written after it was adopted as {former.id}",
                     hint="that one is kept" + ("" if self._parts else also),
                 )
-            least = former.id.generation + 1
+            generation_min = former.id.generation + 1
         if seen.is_late:
             return self._done(name, seen, note=f"{name} is not adopted: newer ones were adopted before")
         if self._parts is not None:
-            return await self._adopt_part(self._parts, name, step, seen, least)
+            return await self._adopt_part(self._parts, name, step, seen, generation_min)
         if former is not None:
             log.warning("watch %s: %s was saved again, so a new generation begins", self._path, name)
         known = [entry.id for entry in entries]
-        standing = await self.claim.standing(least=least)
+        standing = await self.claim.standing(generation_min=generation_min)
         self._holder = standing.holder
         if self._holder or any(entry.id not in known and entry.id.step == step for entry in self._stored.entries()):
             return None  # in the second case the former holder has adopted it; the next pass compares the two
@@ -308,11 +308,13 @@ class Watcher:
         await self._adopter.adopt(tree.path, seen.key, checkpoint)
         return self._has_adopted(name, step, seen)
 
-    async def _adopt_part(self, parts: Announcements, name: str, step: int, seen: WatchedEntry, least: int) -> None:
+    async def _adopt_part(
+        self, parts: Announcements, name: str, step: int, seen: WatchedEntry, generation_min: int
+    ) -> None:
         """This node's part of a checkpoint that each node writes into a folder of its own."""
         assert seen.tree is not None
         steps = self._verdicts.complete.values()
-        announced = await parts.head(step, seen.tree, least=least, waiting=steps)
+        announced = await parts.head(step, seen.tree, generation_min=generation_min, waiting=steps)
         if isinstance(announced, str):
             self._verdicts.waiting[name] = announced
             if self._stored.has_newer(seen.tree):  # it is probably of a save that was killed: nothing awaits it
@@ -369,7 +371,7 @@ class Watcher:
     def _next_s(self) -> float:
         """Seconds until the next pass, unless an event starts one earlier."""
         now_s, usual_s = self._context.monotonic_s(), self._poll_s
-        if self._was_there and not self._events.why_not:
+        if self._was_there and not self._events.polled_because:
             usual_s = max(usual_s, SLOW_INTERVAL_S)
         if self._complete_s or self._events.is_in_doubt or self._order.left:
             usual_s = self._poll_s
@@ -386,7 +388,7 @@ class Watcher:
             run=self.run,
             preset=self._preset.name,
             is_there=bool(self._was_there),
-            polled_because=printable(self._events.why_not),
+            polled_because=printable(self._events.polled_because),
             holder=printable(self._holder),
             adopted=self._adopted,
             pending=len(self._complete_s),
