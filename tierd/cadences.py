@@ -21,10 +21,10 @@ RUNS_MAX = 1024
 
 @dataclass(slots=True)
 class _Seen:
-    """`began_s`: since when a rank has been connected; None: no rank is connected. `trained_s`: the time before
+    """`started_s`: since when a rank has been connected; None: no rank is connected. `trained_s`: the time before
     that."""
 
-    began_s: float | None = None
+    started_s: float | None = None
     trained_s: float = 0.0
     failures: int = 0
     stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=STALLS_REMEMBERED))
@@ -45,15 +45,15 @@ class Cadences:
     def entered(self, run: Run, now_s: float) -> None:
         """A rank is connected."""
         seen = self._of(run)
-        if seen.began_s is None:
-            seen.began_s = now_s
+        if seen.started_s is None:
+            seen.started_s = now_s
 
     def left(self, run: Run, now_s: float, *, has_failed: bool) -> None:
         """No rank is connected any more."""
         seen = self._of(run)
-        if seen.began_s is not None:
-            seen.trained_s += max(0.0, now_s - seen.began_s)
-            seen.began_s = None
+        if seen.started_s is not None:
+            seen.trained_s += max(0.0, now_s - seen.started_s)
+            seen.started_s = None
             seen.failures += has_failed
 
     def stalled(self, run: Run, seconds: float) -> None:
@@ -68,7 +68,7 @@ class Cadences:
         if not self.is_auto:
             return None
         seen = self._runs.get(run, _Seen())
-        trained_s = seen.trained_s + (max(0.0, now_s - seen.began_s) if seen.began_s is not None else 0.0)
+        trained_s = seen.trained_s + (max(0.0, now_s - seen.started_s) if seen.started_s is not None else 0.0)
         mtbf_s, source = estimate_mtbf_s(self._config.mtbf_s, seen.failures, trained_s)
         return choose(
             # The median: the first snapshot of a rank also waits until its slots are ready.

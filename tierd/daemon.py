@@ -206,8 +206,8 @@ class _Daemon:
     # ── running ──
 
     async def run(self, hot_lock: Lock, holder: Mapping[str, object]) -> None:
-        """`holder`: describes this daemon in the lock file. Raises BadConfig, and LockHeld when another daemon has locked
-        the hot directory meanwhile."""
+        """Raises BadConfig, and LockHeld when another daemon has locked the hot directory meanwhile. `holder`: what the
+        lock file says about this daemon."""
         context, stop = self._context, self._catch_signals()
         missing: list[SnapshotSet] = []
         await refuse_signed(context.hot)

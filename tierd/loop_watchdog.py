@@ -40,12 +40,12 @@ class LoopWatchdog:
         fed_s = -float("inf")
         with self._watching():
             while True:
-                began_s = time.monotonic()
-                if began_s - fed_s >= self._systemd.watchdog_s / 2 > 0:
+                started_s = time.monotonic()
+                if started_s - fed_s >= self._systemd.watchdog_s / 2 > 0:
                     self._systemd.notify("WATCHDOG=1")
-                    fed_s = began_s
+                    fed_s = started_s
                 await asyncio.sleep(INTERVAL_S)
-                lag_s = max(time.monotonic() - began_s - INTERVAL_S, 0.0)
+                lag_s = max(time.monotonic() - started_s - INTERVAL_S, 0.0)
                 self._metrics.event_loop_lag_seconds.observe(lag_s)
                 was_stuck = self._stuck_at == self._beats
                 self._beats += 1

@@ -166,7 +166,7 @@ class Client:
             lambda: RestoreFilter.parse(only=only, rename=rename, strict=strict, cast=cast, keep=keep)
         )
         read = partial(Replica.read_into_state, state=state, rank=self._ranks.rank, world_size=self._ranks.world_size)
-        began = self._begin_restore()
+        started_s = self._begin_restore()
         replica = restore_by_policy(
             self._generation.session,
             self._ranks,
@@ -178,7 +178,7 @@ class Client:
         )
         self._start_is_chosen = True
         self._parent = None
-        restored = self._restored(replica, began) if replica is not None else None
+        restored = self._restored(replica, started_s) if replica is not None else None
         self._snapshotter.prepare(state)
         return restored
 
@@ -188,8 +188,8 @@ class Client:
         `read` is called again with the next replica when it raises Corrupt, on any rank. Raises NotFound when there
         is none, and otherwise as `restore` does.
         """
-        began = self._begin_restore()
-        return self._restored(restore_replica(self._generation.session, self._ranks, request, read), began)
+        started_s = self._begin_restore()
+        return self._restored(restore_replica(self._generation.session, self._ranks, request, read), started_s)
 
     def inspect(self, request: RestoreRequest, read: ReadReplica) -> None:
         """As `read`, for a callback that changes no state: the generation is kept. For integrations."""
@@ -218,17 +218,17 @@ class Client:
 
     def _begin_restore(self) -> float:
         """Prepares for a restore. Returns the monotonic time at its start, in seconds."""
-        began = time.monotonic()
+        started_s = time.monotonic()
         self._step_times.is_skipped = True
         self._ranks.run_on_all(self._generation.check_open)
         self._snapshotter.overlap.finish()
         if self._snapshotter.last_step is not None:
             self._generation.renew()  # a restore after a snapshot starts a new generation
-        return began
+        return started_s
 
-    def _restored(self, replica: Replica, began: float) -> Found:
+    def _restored(self, replica: Replica, started_s: float) -> Found:
         manifest = replica.manifest
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started_s
         self._start_is_chosen = True
         self._parent = manifest.id
         session, report = self._generation.session, replica.report or RestoreReport()
@@ -282,7 +282,7 @@ class Client:
         with self._step_times.outside_steps(step):
             self._requests.at(step)
             milestone = self._requests.milestone(milestone)
-            began = time.perf_counter()
+            started_s = time.perf_counter()
             try:
                 shot = self._snapshotter.take(
                     step,
@@ -294,7 +294,7 @@ class Client:
                 )
             except BaseException as error:  # an interrupt too: the slot must become free again
                 if self._generation.is_open:
-                    seconds = time.perf_counter() - began
+                    seconds = time.perf_counter() - started_s
                     self._generation.pool.reclaim(keep=self._snapshotter.overlap.slot)
                     self._requests.not_taken(error, seconds)
                     if self._ranks.rank == 0:  # the same on all ranks: counted once

@@ -147,23 +147,23 @@ class LossGuard:
 
         Not the newest of the run: after a start from a chosen step, that one is of the timeline that was left.
         """
-        began = self._client.parent
+        parent = self._client.parent
         if generation is not None:
             try:
                 return self._restore(None, generation)
             except (NotFound, Unhealthy, Corrupt) as error:
                 log.error("tierd: generation %d has no checkpoint to go back to: %s", generation, error)
-        if began is None:
+        if parent is None:
             return None
         try:
-            return self._restore(began.step, began.generation)
+            return self._restore(parent.step, parent.generation)
         except (NotFound, Unhealthy, Corrupt) as error:
             log.error("tierd: the checkpoint at which this start began is of no use: %s", error)
         try:
-            found = self._restore(None, began.generation)
+            found = self._restore(None, parent.generation)
         except (NotFound, Unhealthy, Corrupt):
             return None
-        return found if found.step <= began.step else None
+        return found if found.step <= parent.step else None
 
     def _restore(self, step: int | None, generation: int) -> Found:
         return self._client.read(RestoreRequest(step=step, generation=generation), self._read)

@@ -95,7 +95,7 @@ class Operator:
         self._memory = context.memory
         self._now = context.now
         self._pid = pid
-        self._began_s = time.monotonic()
+        self._started_s = time.monotonic()
         self.is_ready = False
 
     def app(self) -> web.Application:
@@ -130,7 +130,7 @@ class Operator:
             version=tierd.__version__,
             node=self._context.config.daemon.node,
             pid=self._pid,
-            uptime_s=round(time.monotonic() - self._began_s, 1),
+            uptime_s=round(time.monotonic() - self._started_s, 1),
             is_ready=self.is_ready,
             peer_address=self._context.peer_key.address,
             peer_fingerprint=self._context.peer_key.fingerprint,

@@ -28,8 +28,8 @@ class WriteRates:
 
     def rates(self) -> dict[str, float]:
         """Bytes per second by tier, over the last minute or since the daemon's start."""
-        began_s, began = self._samples[0]
-        elapsed_s = self._now_s() - began_s
+        started_s, began = self._samples[0]
+        elapsed_s = self._now_s() - started_s
         if elapsed_s <= 0:
             return {}
         return {tier: (written - began.get(tier, 0)) / elapsed_s for tier, written in self._written_bytes().items()}

@@ -121,7 +121,7 @@ async def adopt(
             return await adopt_history(bucket, name, chosen, generation, tiers, config, **how) or code
     source = _resolved(path)
     _check_outside_tiers(source, config)
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     pool = ThreadPool(adoption.THREADS, "tierd-adopt", where=str(source), timeout_s=config.limits.directory_timeout_s)
     try:
         async with open_tiers(settings_of(context)) as tiers:
@@ -159,7 +159,7 @@ async def adopt(
                 await record(config, EventKind.COMMITTED, checkpoint, HOT, reason=f"adopted from {source}")
     finally:
         pool.close()
-    report.seconds = round(time.monotonic() - began_s, 6)
+    report.seconds = round(time.monotonic() - started_s, 6)
     print_report(report, as_json=json, text=_sentence(report))
     return code
 

@@ -81,7 +81,7 @@ async def adopt_history(
 ) -> int:
     """`is_settled`: no program writes there any more, so only what the files themselves show counts, and not their
     times. Returns the exit code: PARTIAL if something was left. Raises Full, and NotFound if there is no checkpoint."""
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     limit = tiers.catalog.claims.generation_limit(run, now().timestamp())
     any_id = adopted_id(tiers.catalog, run, 0, generation, generation_max=limit)
     check_one_node(tiers.catalog, run)
@@ -103,7 +103,7 @@ async def adopt_history(
             ) from error
         except TierdError as error:
             report.left[name] = error.message
-    report.seconds = round(time.monotonic() - began_s, 6)
+    report.seconds = round(time.monotonic() - started_s, 6)
     print_report(report, as_json=as_json, text=_print)
     if report.adopted and not is_dry_run:
         await refresh_run(tiers.catalog, tiers.by_name[HOT], run, Identities(config))

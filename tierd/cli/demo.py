@@ -115,17 +115,17 @@ class _Demo(DemoRun):
     def _lose_trainer(self) -> list[str]:
         self._wait_step(self._scale.trainer_dies, "trainer")
         print_note(f"3/5  step {self._last_step()}: SIGKILL to the trainer")
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         self._kill("trainer")
         reached = self._last_step()
         self._start_trainer()
         step, tier = self._wait_resumed("trainer")
-        return event_row("trainer SIGKILLed", tier, step, reached - step, began_s, "every chunk")
+        return event_row("trainer SIGKILLed", tier, step, reached - step, started_s, "every chunk")
 
     def _lose_daemon(self) -> list[str]:
         self._wait_step(self._scale.daemon_dies, "trainer")
         print_note(f"4/5  step {self._last_step()}: SIGKILL to the daemon, for {self._scale.every} steps and more")
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         self._kill("daemon")
         died_at = self._last_step()
         # Train past a snapshot, so that one is staged while there is no daemon.
@@ -139,7 +139,7 @@ class _Demo(DemoRun):
                 "run the demo: the trainer stopped when the daemon died", hint=f"see {self._log_of('trainer')}"
             )
         return event_row(
-            "daemon SIGKILLed", "hot", self._newest(self._hot)["step"], 0, began_s, "trainer never stopped"
+            "daemon SIGKILLed", "hot", self._newest(self._hot)["step"], 0, started_s, "trainer never stopped"
         )
 
     def _lose_disk(self) -> list[str]:
@@ -152,7 +152,7 @@ class _Demo(DemoRun):
         print_note(
             f"5/5  step {self._last_step()}: SIGKILL to both, and the hot tier is deleted; only the cold tier is left"
         )
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         self._kill("trainer")
         self._kill("daemon")
         reached = self._last_step()
@@ -167,7 +167,7 @@ class _Demo(DemoRun):
         self._start_trainer()
         step, _ = self._wait_resumed("trainer")
         verified = f"{text.size(restored['size_bytes'])}, every chunk"
-        return event_row("hot tier deleted", "cold", step, reached - step, began_s, verified)
+        return event_row("hot tier deleted", "cold", step, reached - step, started_s, verified)
 
     # ── processes ──
 
@@ -181,8 +181,8 @@ class _Demo(DemoRun):
         self._train(self._losses, "--socket", str(self._socket), "--step-delay-s", f"{self._step_delay_s:.3f}")
 
     def _start_daemon(self) -> None:
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         self._start("daemon", "tierd", "--config", str(self._config), "serve")
         self._wait(self._socket.is_socket, "the daemon to listen")
         if self._scale.is_paced and not self._step_delay_s:
-            self._step_delay_s = (time.monotonic() - began_s) * PACE
+            self._step_delay_s = (time.monotonic() - started_s) * PACE

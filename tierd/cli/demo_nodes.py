@@ -88,7 +88,7 @@ class NodesDemo(DemoRun):
         print_note(
             f"3/4  step {self._last_step()}: SIGKILL to all of node {lost.name}, its disk is deleted; node d joins"
         )
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         self._kill(lost.trainer)
         self._kill(lost.daemon)
         shutil.rmtree(lost.folder)
@@ -100,7 +100,9 @@ class NodesDemo(DemoRun):
         self._train(self._losses)
         step, tier = self._wait_resumed(spare.trainer)
         source = "the copy on its peer" if tier == PEER else tier
-        return [*event_row("node c and its disk lost", source, step, reached - step, began_s, self._read_from_bucket())]
+        return [
+            *event_row("node c and its disk lost", source, step, reached - step, started_s, self._read_from_bucket())
+        ]
 
     def _lose_all(self) -> list[str]:
         wanted = (self._steps - 10) // EVERY * EVERY
@@ -111,7 +113,7 @@ class NodesDemo(DemoRun):
         print_note(
             f"4/4  step {self._last_step()}: SIGKILL to everything, all disks are deleted; only the bucket is left"
         )
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         for node in self._nodes:
             self._end_trainer(node)
             self._kill(node.daemon)
@@ -121,7 +123,7 @@ class NodesDemo(DemoRun):
             self._start_daemon(node)
         self._train(self._losses)
         step, tier = self._wait_resumed(self._nodes[0].trainer)
-        return [*event_row("all nodes and disks lost", tier, step, reached - step, began_s, self._read_from_bucket())]
+        return [*event_row("all nodes and disks lost", tier, step, reached - step, started_s, self._read_from_bucket())]
 
     # ── processes ──
 

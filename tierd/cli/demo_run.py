@@ -156,6 +156,6 @@ class DemoRun:
         return 1
 
 
-def event_row(event: str, tier: str, step: int, lost_steps: int, began_s: float, verified: str) -> list[str]:
+def event_row(event: str, tier: str, step: int, lost_steps: int, started_s: float, verified: str) -> list[str]:
     """`verified`: how the restored bytes were checked."""
-    return [event, tier, str(step), f"{lost_steps} steps", f"{time.monotonic() - began_s:.1f}", verified]
+    return [event, tier, str(step), f"{lost_steps} steps", f"{time.monotonic() - started_s:.1f}", verified]

@@ -101,13 +101,13 @@ async def import_(
     config = settings.config()
     check_key(config)
     check_no_trainer(config, name)
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     async with open_tiers(settings) as tiers:
         code = tiers.check_reachable()
         async with _open(path.absolute(), name, like, step, model, tiers, config) as state:
             report = await import_state(state, path.absolute(), name, generation, tiers, config, is_dry_run=dry_run)
             is_dict = "model" not in state.trees[0] or state.trees[0]["model"]["kind"] != MODULE
-    report.seconds = round(time.monotonic() - began_s, 6)
+    report.seconds = round(time.monotonic() - started_s, 6)
     print_report(report, as_json=json, text=sentence(report))
     if is_dict:
         print_note("tierd: DictState restores it; --model KEY makes the entry KEY the model of a TrainingState")

@@ -217,7 +217,7 @@ async def _fetch(
     check_node(manifest, node)
     is_of_nodes = manifest.is_adopted and manifest.world_size > 1 and not is_for_tier
     adopted: AdoptedOutput | None = None
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     files = subset.files(manifest) if subset else [entry.name for entry in manifest.files]
     needed_bytes = 0 if subset or is_of_nodes else manifest.size_bytes * (2 if convert else 1)
     keep = partial_keys(manifest, files)
@@ -255,7 +255,7 @@ async def _fetch(
             raise
         finally:
             await store.close()
-    seconds = time.monotonic() - began_s
+    seconds = time.monotonic() - started_s
     given_bytes = replicas.given_bytes
     return Restored(
         **msgspec.to_builtins(checkpoint),

@@ -50,7 +50,7 @@ class RequestConnection:
 
     signs_payload: bool = False
     is_aborted: bool = False
-    began_s: float | None = None  # monotonic; None while the request waits for a thread
+    started_s: float | None = None  # monotonic; None while the request waits for a thread
     client: object = None  # boto3's client of this request
     _socket: socket.socket | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -110,7 +110,7 @@ class S3Client:
     ) -> tuple[str, Any]:
         """One attempt. Returns (HTTP status, result of `use` on the answer with its open body). Raises TierdError,
         whose cause is boto3's exception."""
-        connection.began_s = time.monotonic()
+        connection.started_s = time.monotonic()
         client = connection.client = self._connect(signs_payload=connection.signs_payload)
         _in_thread.connection = connection
         answer: Answer | None = None

@@ -212,7 +212,7 @@ def _abort_after(deadline_s: float, connection: RequestConnection, abort: Callab
 
     def check() -> None:
         nonlocal timer
-        left_s = deadline_s if connection.began_s is None else connection.began_s + deadline_s - time.monotonic()
+        left_s = deadline_s if connection.started_s is None else connection.started_s + deadline_s - time.monotonic()
         if left_s > 0:
             timer = loop.call_later(left_s, check)
         else:

@@ -20,7 +20,7 @@ _Statement = tuple[str, int, str]
 
 @dataclass(slots=True)
 class _Lines:
-    began_s: float
+    started_s: float
     count: int = 0
 
 
@@ -44,11 +44,11 @@ class LogLimit(logging.Filter):
             return False
         text, now_s = record.getMessage(), self._now_s()
         lines = self._warnings.get(text)
-        if lines is not None and now_s - lines.began_s < PERIOD_S:
+        if lines is not None and now_s - lines.started_s < PERIOD_S:
             lines.count += 1
             return True
         if lines is not None and lines.count:
-            _append(record, "in the %.0f s before it, it was left out %d times", now_s - lines.began_s, lines.count)
+            _append(record, "in the %.0f s before it, it was left out %d times", now_s - lines.started_s, lines.count)
         self._warnings.pop(text, None)
         self._warnings[text] = _Lines(now_s)
         if len(self._warnings) > REPEATED_MAX:
@@ -60,9 +60,9 @@ class LogLimit(logging.Filter):
         kind = first if isinstance(first, str) and first in self._kinds else ""
         lines = self._lines.setdefault((record.pathname, record.lineno, kind), _Lines(self._now_s()))
         left_out = 0
-        if self._now_s() - lines.began_s >= PERIOD_S:
+        if self._now_s() - lines.started_s >= PERIOD_S:
             left_out = max(0, lines.count - LINES_MAX)
-            lines.began_s, lines.count = self._now_s(), 0
+            lines.started_s, lines.count = self._now_s(), 0
         lines.count += 1
         if left_out:
             record.msg = f"{record.msg} (before it, {left_out} lines like this were left out)"

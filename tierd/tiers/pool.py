@@ -152,11 +152,11 @@ async def while_answered(work: Coroutine[Any, Any, T], answered_s: Callable[[], 
     """The result of `work`, which makes any number of calls. Cancels it and raises TimeoutError when none was answered
     for `silence_s`. `answered_s`: when the last one was, by the event loop's clock."""
     loop = asyncio.get_running_loop()
-    began_s = loop.time()
+    started_s = loop.time()
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
-            left_s = max(began_s, answered_s()) + silence_s - loop.time()
+            left_s = max(started_s, answered_s()) + silence_s - loop.time()
             if left_s <= 0:
                 raise TimeoutError
             await asyncio.wait([task], timeout=left_s)

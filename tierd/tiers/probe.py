@@ -72,12 +72,12 @@ def write_rate(folder: Path, count_bytes: int) -> float:
     """Bytes per second of a temporary file in `folder`, with fsync. Raises OSError."""
     piece = os.urandom(1 << 20)
     with tempfile.TemporaryFile(dir=folder) as file:
-        began_s = time.monotonic()
+        started_s = time.monotonic()
         for _ in range(count_bytes >> 20):
             file.write(piece)
         file.flush()
         os.fsync(file.fileno())
-        return count_bytes / max(time.monotonic() - began_s, 1e-6)
+        return count_bytes / max(time.monotonic() - started_s, 1e-6)
 
 
 def probe_exposure(about: str, path: Path, access: Access) -> Iterator[Advice]:

@@ -39,9 +39,9 @@ async def drill(
     async with _in_thread(atomic_output(scratch / _folder(tier.name), size_bytes=size_bytes)) as output:
         async with DirectoryStore(output.folder, url=f"file://{output.partial}") as store:
             restored = Tier("scratch", store)
-            began_s = time.monotonic()
+            started_s = time.monotonic()
             await copy_checkpoint(manifest, tier, restored, progress=progress)
-            seconds = time.monotonic() - began_s
+            seconds = time.monotonic() - started_s
             verification = await verify_files(restored, manifest)
             await restored.delete(manifest.id)
         if verification.problems:

@@ -66,15 +66,15 @@ class AttachedRuns:
         self._awaited: dict[Run, _Record] = {}  # trainers of the former daemon, until they attach or are lost
         self._records: dict[Run, _Record] = {}  # as of the last pass
         self._written: list[_Record] | None = None  # what the file has; None: something else
-        self._began_s: float | None = None
+        self._started_s: float | None = None
         self._is_warned = False
 
     async def run_once(self) -> bool:
         """Always succeeds: what cannot be read or written is logged once."""
-        if self._began_s is None:
+        if self._started_s is None:
             await self._load()
             # Not before: while hot hangs, no trainer can claim its generation there.
-            self._began_s = self._context.monotonic_s()
+            self._started_s = self._context.monotonic_s()
         self._give_up_awaited()
         self._forget_what_others_continue()
         self._records = {Run(record.run): record for record in (*self._awaited.values(), *self._of_outcomes())}
@@ -119,8 +119,8 @@ class AttachedRuns:
 
     def _give_up_awaited(self) -> None:
         """Those that have attached again need no record of their own; those whose time is up are lost."""
-        assert self._began_s is not None
-        waited_s = self._context.monotonic_s() - self._began_s
+        assert self._started_s is not None
+        waited_s = self._context.monotonic_s() - self._started_s
         for run, record in list(self._awaited.items()):
             if self._outcomes.state(run) is not None:
                 del self._awaited[run]

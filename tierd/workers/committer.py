@@ -43,7 +43,7 @@ class _Wait:
     the node files, and when to commit. `node_files`: those that were read, by name; `unreadable`: why others were
     not. `missing`: the ranks whose parts the last listing has not shown."""
 
-    began_s: float
+    started_s: float
     look_at_s: float
     list_at_s: float
     look_s: float = LOOK_MIN_S
@@ -136,7 +136,7 @@ class Committer:
         now_s, jitter = self._context.monotonic_s(), self._random.uniform(0.5, 1.0)
         if is_home:  # a listing shows the manifest too
             if now_s >= min(wait.list_at_s, wait.look_at_s):
-                pause_s = min(max(HOME_S, PATIENCE * (now_s - wait.began_s)), LIST_MAX_S)
+                pause_s = min(max(HOME_S, PATIENCE * (now_s - wait.started_s)), LIST_MAX_S)
                 wait.list_at_s = wait.look_at_s = now_s + pause_s
                 await self._list(part, wait, is_home=True)
             return

@@ -65,19 +65,19 @@ async def drain(
 
 
 async def _drain_to_cold(context: DaemonContext, followers: Sequence[Follower]) -> None:
-    began_s, wait_s = context.monotonic_s(), context.config.daemon.drain_cold_s
+    started_s, wait_s = context.monotonic_s(), context.config.daemon.drain_cold_s
     shown = ""
-    while wait_s and (missing := _missing(context, followers, began_s)):
+    while wait_s and (missing := _missing(context, followers, started_s)):
         if missing != shown:
             shown = missing
             log.info("draining: %s", missing)
-        if context.monotonic_s() - began_s >= wait_s:
+        if context.monotonic_s() - started_s >= wait_s:
             log.warning("daemon.drain_cold_s has passed: %s", missing)
             return
         await asyncio.sleep(POLL_S)
 
 
-def _missing(context: DaemonContext, followers: Sequence[Follower], began_s: float) -> str:
+def _missing(context: DaemonContext, followers: Sequence[Follower], started_s: float) -> str:
     """What cold tiers should have and do not, as far as this daemon can change that, in words."""
     catalog = context.catalog
     texts = [
@@ -85,7 +85,7 @@ def _missing(context: DaemonContext, followers: Sequence[Follower], began_s: flo
         for tier, checkpoints in waiting(catalog, context.config).items()
         if (left := [str(each) for each in checkpoints if _is_awaited(context, tier, each)])
     ]
-    texts += [f"not copied yet: {listed(left)}" for each in followers if (left := each.unfinished(began_s))]
+    texts += [f"not copied yet: {listed(left)}" for each in followers if (left := each.unfinished(started_s))]
     return "; ".join(texts)
 
 

@@ -59,15 +59,15 @@ class Lister:
 
     async def _list(self) -> None:
         """Raises TierUnreachable."""
-        began_s = self._context.monotonic_s()
+        started_s = self._context.monotonic_s()
         await refresh(self._catalog, self._tier, self._context.identities)
         knowledge = self._catalog.tiers[self._tier.name]
         if not knowledge.is_known:
             raise TierUnreachable(knowledge.error)
-        self.listed_s = began_s
+        self.listed_s = started_s
         # Only this daemon deletes in its hot tier.
         no_manifest = knowledge.partial.keys() & knowledge.missing.keys() if self._tier.name != HOT else ()
-        self._no_manifest_s = {each: self._no_manifest_s.get(each, began_s) for each in no_manifest}
+        self._no_manifest_s = {each: self._no_manifest_s.get(each, started_s) for each in no_manifest}
         self._report_foreign()
         self._report_newer_generations()
 

@@ -41,7 +41,7 @@ class Copy:
     the monotonic clock; `failing_since_s`: when an attempt first failed since there was progress."""
 
     checkpoint: CheckpointId
-    began_s: float
+    started_s: float
     sent_bytes: int = 0
     sent_max: int = 0
     failing_since_s: float | None = None
@@ -59,7 +59,7 @@ class Copy:
         """Whether the next attempt is of this checkpoint again. Without progress, attempts go on for as long as the
         copy had taken until then: a longer wait costs more than a new copy, which is of a newer checkpoint."""
         failing_since_s = now_s if self.failing_since_s is None else self.failing_since_s
-        return self.sent_max > 0 and now_s - failing_since_s <= failing_since_s - self.began_s
+        return self.sent_max > 0 and now_s - failing_since_s <= failing_since_s - self.started_s
 
 
 class Replicator:
@@ -214,7 +214,7 @@ class Replicator:
         await confirm_claim(self._context, self._cold, checkpoint)
         failpoint("cold.copy")
         context, run = self._context, checkpoint.run
-        began_s = context.monotonic_s()
+        started_s = context.monotonic_s()
         if entry.part is not None:
             await self._send_part(entry, entry.part, copy)
             return
@@ -246,7 +246,7 @@ class Replicator:
         self._turns[run] = next(self._turn)
         self._catalog.add(entry.manifest, self._cold.name, milestones)
         context.audit.record(EventKind.REPLICATED, checkpoint=checkpoint, tier=self._cold.name)
-        seconds = context.monotonic_s() - began_s
+        seconds = context.monotonic_s() - started_s
         context.copies.committed(self._cold.name, seconds=seconds, at_s=context.now().timestamp())
         context.metrics.replicate_seconds.labels(tier=self._cold.name).observe(seconds)
         size_bytes = entry.manifest.size_bytes

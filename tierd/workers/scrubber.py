@@ -48,7 +48,7 @@ class Scrubber:
         self._bandwidth = Bandwidth(self._config.max_read_mib_s)
         self._remaining: list[CheckpointId] = []  # of this round, in random order
         self._count = 0  # of replicas in this round
-        self._round_began_s = float("-inf")
+        self._round_started_s = float("-inf")
         self._known: dict[CheckpointId, _Known] = {}  # unreadable replicas that could not be repaired
 
     async def run_once(self) -> bool:
@@ -66,13 +66,13 @@ class Scrubber:
         return True
 
     def _due(self) -> CheckpointId | None:
-        since_s = self._now_s() - self._round_began_s
+        since_s = self._now_s() - self._round_started_s
         if not self._remaining and since_s >= self._config.interval_s:
             self._remaining = [manifest.id for manifest in self._catalog.manifests_in(self._tier.name)]
             if not self._remaining:
                 return None
             random.shuffle(self._remaining)
-            self._count, self._round_began_s, since_s = len(self._remaining), self._now_s(), 0.0
+            self._count, self._round_started_s, since_s = len(self._remaining), self._now_s(), 0.0
         done = self._count - len(self._remaining)
         is_due = self._remaining and since_s * self._count >= done * self._config.interval_s
         return self._remaining.pop() if is_due else None

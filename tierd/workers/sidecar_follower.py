@@ -257,11 +257,11 @@ class SidecarFollower:
             *(end for end, _ in beginnings),
             *(at for segments in of_version.values() for at in SidecarCopy.offsets(segments)),
         }
-        began_s = self._context.monotonic_s()
+        started_s = self._context.monotonic_s()
         open_file = await self._pool.query(OpenSidecar, self._path / name, discard=OpenSidecar.close)
         try:
             state = await self._pool.query(read_state, self._path / name, offsets, open_file)
-            followed.read_s = self._context.monotonic_s() - began_s
+            followed.read_s = self._context.monotonic_s() - started_s
             differing = [end for end, digest in beginnings if end and not state.begins_with(end, digest)]
             if differing:
                 if not self._differs_for_long(followed) or not await self._copy_rest(name, followed, stored):

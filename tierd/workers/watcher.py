@@ -81,7 +81,7 @@ class Watcher:
 
     async def run_once(self) -> bool:
         """Returns True even if a checkpoint could not be adopted, because each one has its own backoff."""
-        began_s = self._context.monotonic_s()
+        started_s = self._context.monotonic_s()
         self._findings.begin_pass()
         await self._clear_leftovers()
         try:
@@ -98,7 +98,7 @@ class Watcher:
                 await self._remove_sources()
         self._findings.record()
         self._set_lag()
-        self.interval_s, self._passed_s = self._next_s(), began_s
+        self.interval_s, self._passed_s = self._next_s(), started_s
         return True
 
     def unfinished(self, since_s: float) -> list[str]:

@@ -104,7 +104,7 @@ class WriteThrough:
         size_bytes = snapshot_set.size_bytes
         is_waiting_for_room = snapshot_set.is_hot_full and await self._space.missing_bytes(size_bytes) > 0
         clock = asyncio.get_running_loop().time
-        began_s, deadline_s, is_durable = clock(), math.inf, False
+        started_s, deadline_s, is_durable = clock(), math.inf, False
         writing = {
             asyncio.create_task(self._write_to(cold, source, manifest, snapshot_set)) for cold in context.cold.values()
         }
@@ -119,7 +119,7 @@ class WriteThrough:
                 commits = [task.result() for task in done]
                 if any(commits) and not is_durable:
                     is_durable = True
-                    deadline_s = clock() + max(EXTRA_TIME_MIN_S, clock() - began_s)
+                    deadline_s = clock() + max(EXTRA_TIME_MIN_S, clock() - started_s)
         finally:
             for task in writing:
                 task.cancel()

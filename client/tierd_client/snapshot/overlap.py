@@ -141,8 +141,8 @@ class Overlap:
             copy = self._copy
             if copy is None:
                 return
-            began = time.perf_counter()
+            started_s = time.perf_counter()
             copy.staging.release()
-            copy.shot.guard_wait_s += time.perf_counter() - began
+            copy.shot.guard_wait_s += time.perf_counter() - started_s
             if copy.staging.is_copied:  # else a GPU still copies, and the step waits on the GPU
                 self.finish()

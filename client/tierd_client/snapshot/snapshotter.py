@@ -101,7 +101,7 @@ class Snapshotter:
 
         Raises SlotsBusy or DaemonUnreachable when no slot is free in time, Unsupported for state with no safe form.
         """
-        began = time.perf_counter()
+        started_s = time.perf_counter()
         shot = Shot(
             step,
             self._generation.number,
@@ -132,10 +132,10 @@ class Snapshotter:
         if self._generation.node is not None:
             self.milestone = sealed.milestone
             self.everywhere.taken(shot.generation, step)
-        shot.stall_s = time.perf_counter() - began
+        shot.stall_s = time.perf_counter() - started_s
         self.overlap.begin(shot, staging, sealed)
         if staging.deferred:
-            shot.stall_s = time.perf_counter() - began
+            shot.stall_s = time.perf_counter() - started_s
         return shot
 
     def _stage_on_all(self, stage: Callable[[], Staging], own: wire.Sealed) -> tuple[Staging, wire.Sealed]:

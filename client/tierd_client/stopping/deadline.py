@@ -66,13 +66,13 @@ class Pace:
         self.steps_s: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self.stages_s: deque[float] = deque(maxlen=SNAPSHOTS_REMEMBERED)
         self.persists_s: deque[float] = deque(maxlen=SNAPSHOTS_REMEMBERED)
-        self._step_began_s: float | None = None
+        self._step_started_s: float | None = None
 
     def stepped(self, now_s: float) -> None:
         """A step ended, and the next begins."""
-        if self._step_began_s is not None:
-            self.steps_s.append(now_s - self._step_began_s)
-        self._step_began_s = now_s
+        if self._step_started_s is not None:
+            self.steps_s.append(now_s - self._step_started_s)
+        self._step_started_s = now_s
 
     def reserve_s(self, total_s: float) -> float:
         """The run begins to stop when less than this is left: for two steps, the one in progress and one more that the

@@ -76,7 +76,7 @@ class StopRequests:
         self._made: set[RequestKind] = set()  # by a check of clock or file: each is made once
         self._every_s = 0.0
         self._follows_daemon = False
-        self._interval_began_s = time.monotonic()  # at the last snapshot, or the last request for one
+        self._interval_started_s = time.monotonic()  # at the last snapshot, or the last request for one
         self._next_poll_s = 0.0
         self._snapshot_step: int | None = None
         # Of operators. Appended on the session's thread, taken on the training thread.
@@ -182,7 +182,7 @@ class StopRequests:
 
     def taken(self, step: int, stall_s: float, milestone: str | None) -> None:
         """A snapshot was taken: answer the operators who asked for it."""
-        self._interval_began_s = time.monotonic()
+        self._interval_started_s = time.monotonic()
         self.pace.stages_s.append(stall_s)
         self._use_grace(stall_s)
         requests, self._agreed_requests = self._agreed_requests, []
@@ -195,7 +195,7 @@ class StopRequests:
 
     def not_taken(self, error: BaseException, stall_s: float) -> None:
         self._use_grace(stall_s)
-        self._interval_began_s = float("-inf")  # by time, a snapshot is still due
+        self._interval_started_s = float("-inf")  # by time, a snapshot is still due
         if not isinstance(error, TierdError):
             error = TierdError(f"take a snapshot: {error!r}")
         requests, self._agreed_requests = self._agreed_requests, []
@@ -215,10 +215,10 @@ class StopRequests:
         now_s = time.monotonic()
         next_s = now_s + POLL_S
         if self._every_s > 0:
-            if now_s - self._interval_began_s >= self._every_s:
-                self._interval_began_s = now_s
+            if now_s - self._interval_started_s >= self._every_s:
+                self._interval_started_s = now_s
                 self._agreement.request(RequestKind.SNAPSHOT)
-            next_s = min(next_s, self._interval_began_s + self._every_s)
+            next_s = min(next_s, self._interval_started_s + self._every_s)
         self._next_poll_s = next_s
         if self._deadline is not None and self._deadline.at_s - time.time() <= self.pace.reserve_s(self._total_s):
             self._request_once(RequestKind.DEADLINE)
