@@ -11,16 +11,17 @@ import pytest
 from tests.test_grafana import rules
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.memory.progress import Pause
-from tierd.status.alarm import Alarm, Severity
 from tierd.status.alarm_rules import alarms
 from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.node_reports import NewestCheckpoint, NewestPart, NodeReport, NodesReport
 from tierd.status.report import (
+    Alarm,
     FailureReport,
     HolderReport,
     LostReplica,
     QueueReport,
     RunReport,
+    Severity,
     StatusReport,
     TierReport,
 )

@@ -6,9 +6,8 @@ import pytest
 
 from tierd.cli.options import Settings
 from tierd.cli.status import _print  # pyright: ignore[reportPrivateUsage]
-from tierd.status.alarm import Alarm, Severity
 from tierd.status.outlook import outlook
-from tierd.status.report import DiskForecast, QueueReport, StatusReport, TierReport
+from tierd.status.report import Alarm, DiskForecast, QueueReport, Severity, StatusReport, TierReport
 from tierd.web.pages import overview_page
 
 FULL = DiskForecast(verdict="full", full_at="2026-11-28T03:12:40+00:00", full_in_s=15_120.0)

@@ -16,7 +16,7 @@ import typer
 from tierd.cli import options
 from tierd.cli.adopt_bucket import bucket_history, check_bucket
 from tierd.cli.adopt_history import adopt_history, history_preset
-from tierd.cli.adoptions import adopt_tree, existing
+from tierd.cli.adopt_tree import adopt_tree, existing
 from tierd.cli.console import duration, now, print_note, print_report, size
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import open_tiers

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tierd.cli.console import print_note
-from tierd.cli.foreign_format import TORCH_BEGINNINGS
-from tierd.cli.like import open_template
+from tierd.cli.import_format import TORCH_BEGINNINGS
+from tierd.cli.import_template import open_template
 from tierd.cli.opened_tiers import OpenedTiers
 from tierd.config.sections import Config
 from tierd.errors import BadConfig, Corrupt, Unsupported

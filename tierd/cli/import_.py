@@ -21,8 +21,8 @@ from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_note, print_report, progress_bar, size
 from tierd.cli.diff import parse_checkpoint
 from tierd.cli.flat_import import open_flat
-from tierd.cli.foreign_format import ForeignFormat, format_of
-from tierd.cli.like import open_template
+from tierd.cli.import_format import ForeignFormat, format_of
+from tierd.cli.import_template import open_template
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import OpenedTiers, open_tiers
 from tierd.cli.options import settings_of

@@ -28,7 +28,6 @@ from tierd.errors import BadConfig, DaemonUnreachable, TierdError
 from tierd.format.ids import HOT, Run
 from tierd.format.node_file import ranks_text
 from tierd.format.text import counted
-from tierd.status.alarm import Severity
 from tierd.status.alarm_rules import alarms
 from tierd.status.disks import free_bytes, on_disk_of
 from tierd.status.folder_reports import SidecarReport, WatchReport
@@ -37,6 +36,7 @@ from tierd.status.outlook import outlook
 from tierd.status.report import (
     QueueReport,
     RunReport,
+    Severity,
     StatusReport,
     TierReport,
     foreign_sentences,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tierd.cli.export import check_torch
-from tierd.cli.like import Template, check_fits, like_of
+from tierd.cli.import_template import Template, check_fits, like_of
 from tierd.errors import Corrupt, TierdError, from_kind
 from tierd.format.import_messages import LENGTH, REPLY_BYTES_MAX, REQUEST, ImportReply, ImportRequest
 from tierd.format.shard import DTYPE_BYTES

@@ -19,10 +19,18 @@ from tierd.format.node_file import ranks_text
 from tierd.format.text import counted, duration, listed, size
 from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
-from tierd.status.alarm import Alarm, Severity
 from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.node_reports import age_s
-from tierd.status.report import FailureReport, HolderReport, QueueReport, RunReport, StatusReport, TierReport
+from tierd.status.report import (
+    Alarm,
+    FailureReport,
+    HolderReport,
+    QueueReport,
+    RunReport,
+    Severity,
+    StatusReport,
+    TierReport,
+)
 
 CRITICAL, WARNING = Severity.CRITICAL, Severity.WARNING
 

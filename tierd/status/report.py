@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,6 @@ from tierd.format.layout import parse_key
 from tierd.format.node_file import NodeFile
 from tierd.memory.progress import Pause
 from tierd.metrics import Metrics
-from tierd.status.alarm import Alarm
 from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.node_reports import (
     NewestCheckpoint,
@@ -180,6 +180,24 @@ class CostsReport(msgspec.Struct, kw_only=True):
     persist: CostReport | None = None
     replicate: dict[str, CostReport] = {}
     restore: dict[str, CostReport] = {}
+
+
+class Severity(StrEnum):
+    """The severity of the alert. Critical: committed or sealed work is at risk, act now. Warning: act today."""
+
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+
+class Alarm(msgspec.Struct, frozen=True, kw_only=True):
+    """A problem that exists now. `alert`: its name in grafana/alerts.yml. `runbook`: a section of docs/RUNBOOK.md.
+    `command`: the one to type next."""
+
+    alert: str
+    severity: Severity
+    message: str
+    runbook: str
+    command: str
 
 
 class StatusReport(msgspec.Struct, kw_only=True):
