@@ -9,7 +9,12 @@ from __future__ import annotations
 import math
 import re
 
+import msgspec
+
 _BY_KIND: dict[str, type[TierdError]] = {}
+
+UNDECODABLE = (msgspec.DecodeError, ValueError, RecursionError)
+"""The errors of msgspec for bytes from outside: no JSON or msgpack, another type, no UTF-8, or nested too deeply."""
 
 
 class TierdError(Exception):

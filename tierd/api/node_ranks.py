@@ -16,7 +16,7 @@ import msgspec
 from tierd.api.session import TrainerSession
 from tierd.context import DaemonContext, Partner, Roster
 from tierd.descriptors import read_sealed
-from tierd.errors import BadConfig, BadRequest, Full, Stale, TierdError, TierUnreachable, text_of
+from tierd.errors import UNDECODABLE, BadConfig, BadRequest, Full, Stale, TierdError, TierUnreachable, text_of
 from tierd.format import layout, wire
 from tierd.format.ids import Generation, Run
 from tierd.format.node_file import CLAIM_DIGITS
@@ -46,7 +46,7 @@ def decode_roster(raw: bytes, run: Run, world_size: int) -> list[NodeAddress]:
     action = f"take the nodes of {run}"
     try:
         nodes = msgspec.json.decode(raw, type=list[NodeAddress])
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise BadRequest(f"{action}: {error}") from error
     ranks = {rank for node in nodes for rank in node.ranks}
     if not ranks <= set(range(world_size)) or len(ranks) < sum(len(node.ranks) for node in nodes):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import aiohttp
 import msgspec
 
+from tierd.errors import UNDECODABLE
 from tierd.format.ids import HOT
 
 TIMEOUT_S = 2.0
@@ -54,7 +55,7 @@ async def _ask(session: aiohttp.ClientSession, url: str) -> str:
         return "another tierd, which answers only with its listen.token_file,"
     try:
         status = msgspec.json.decode(answer, type=_Status)
-    except (msgspec.MsgspecError, UnicodeError):
+    except UNDECODABLE:
         return OTHER
     hot = next((tier.url.removeprefix("file://") for tier in status.tiers if tier.name == HOT), "")
     return f"another tierd, pid {status.pid} on {status.node[:100]} with the hot tier {hot[:1000]},"

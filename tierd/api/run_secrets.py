@@ -15,7 +15,7 @@ import msgspec
 
 import tierd
 from tierd.api.session import NO_RANK, TrainerSession
-from tierd.errors import BadRequest, TierdError, WrongSecret
+from tierd.errors import UNDECODABLE, BadRequest, TierdError, WrongSecret
 from tierd.format import layout
 from tierd.format.ids import Run, is_run
 from tierd.format.run_secret import PROOF_CHARS, VARIABLE, digest_of, is_proof
@@ -59,7 +59,7 @@ class RunSecrets:
                 if isinstance(content, TierdError):
                     raise content
                 self._bound[run] = msgspec.json.decode(content, type=_Bound)
-            except (TierdError, msgspec.DecodeError) as error:
+            except (TierdError, *UNDECODABLE) as error:
                 self._unreadable[run] = f"{self._folder / key}: {error}"
                 log.error("read the secret of %s: %s", run, self._unreadable[run])
 

@@ -21,7 +21,7 @@ import msgspec
 
 import tierd
 from tierd.config.sections import Config
-from tierd.errors import BadConfig, Lost, NotFound, TierdError, TierUnreachable
+from tierd.errors import UNDECODABLE, BadConfig, Lost, NotFound, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import HOT
 from tierd.tiers.directory import DirectoryStore
@@ -175,7 +175,7 @@ class Identities:
             remembered = msgspec.json.decode(raw, type=_Remembered)
         except NotFound:
             return None
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        except UNDECODABLE as error:
             path = self._folder / f"{tier}.json"
             remove = f"If {self._places[tier]} is the right one: rm {shlex.quote(str(path))}"
             hint = f"it says which place {tier} is. {remove}; docs/RUNBOOK.md#another-place"

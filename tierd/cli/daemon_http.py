@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tierd.config.sections import Config
-from tierd.errors import DaemonUnreachable, NotFound, TierdError
+from tierd.errors import UNDECODABLE, DaemonUnreachable, NotFound, TierdError
 from tierd.format import layout
 from tierd.format.ids import HOT, MEMORY, CheckpointId
 from tierd.status.checkpoint_report import CheckpointReport, CheckpointRow
@@ -143,7 +143,7 @@ def _get(
         raise DaemonUnreachable(f"ask the daemon at {address}: {reason}", hint=_HINT) from error
     try:
         return msgspec.json.decode(raw, type=kind)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise DaemonUnreachable(
             f"ask the daemon at {address}: what answers is no tierd of this version ({error})", hint=_HINT
         ) from error

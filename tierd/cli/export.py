@@ -25,7 +25,7 @@ from tierd.cli.console import duration, print_note, print_report, progress_bar, 
 from tierd.cli.options import parse_query, settings_of
 from tierd.cli.restore import resolve_target, restore_to
 from tierd.descriptors import close_all, open_all, read_all
-from tierd.errors import BadConfig, Corrupt, NotFound, TierdError
+from tierd.errors import UNDECODABLE, BadConfig, Corrupt, NotFound, TierdError
 from tierd.format import checksum, flat_file
 from tierd.format.ids import AUTO
 from tierd.format.manifest import Manifest
@@ -131,7 +131,7 @@ def _read_names(path: Path) -> list[str]:
     """The names of parameters in a JSON file, in order."""
     try:
         names = msgspec.json.decode(path.read_bytes(), type=list[str])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNDECODABLE) as error:
         hint = 'a list as ["weight", "bias"], in the order of the file'
         raise BadConfig(f"read the names of parameters in {path}: {error}", hint=hint) from error
     if not names or len(names) != len(set(names)):

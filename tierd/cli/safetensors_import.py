@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tierd.errors import BadConfig, Corrupt, NotFound, Unsupported
+from tierd.errors import UNDECODABLE, BadConfig, Corrupt, NotFound, Unsupported
 from tierd.format.plain_safetensors import read_plain_header
 from tierd.format.shard import Shard
 from tierd.format.whole import whole_tensors
@@ -86,7 +86,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         raw = file.read(_INDEX_BYTES_MAX, 0)
     try:
         index = msgspec.json.decode(raw, type=_Index).weight_map
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise Corrupt(f"read {found[0]}: {error}", hint="was it copied whole?") from error
     for name in index.values():
         if name != Path(name).name or not name.endswith(SUFFIX):

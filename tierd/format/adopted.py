@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from tierd.errors import Corrupt, NewerFormat, Unsupported
+from tierd.errors import UNDECODABLE, Corrupt, NewerFormat, Unsupported
 from tierd.format import layout
 from tierd.format.manifest import FileEntry, Manifest
 from tierd.format.text import listed
@@ -87,7 +87,7 @@ def decode_tree(raw: bytes, manifest: Manifest, *, where: str, node: int | None 
             raise NewerFormat(message, hint="upgrade tierd")
         tree = msgspec.json.decode(raw, type=AdoptedTree)
         _check(tree, manifest, node)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise Corrupt(f"{action}: {error}", hint="docs/FORMAT.md#adopted-checkpoints") from error
     return tree
 

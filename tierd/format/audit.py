@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from tierd.errors import Foreign
+from tierd.errors import UNDECODABLE, Foreign
 from tierd.format.layout import AUDIT
 from tierd.format.signature import Keyring
 from tierd.format.text import printable
@@ -55,7 +55,6 @@ LEAVING = {
     EventKind.EXPIRED,
     EventKind.RESTORED,
 }  # in a sentence: `from` a tier; the others: `in` a tier
-_NOT_AN_EVENT = (msgspec.DecodeError, ValueError, RecursionError)  # ValueError: not UTF-8
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -125,7 +124,7 @@ def tail_of(content: bytes, *, first: int) -> Tail:
     line = lines[-1] + b"\n"
     try:
         sequence = msgspec.json.decode(line, type=Event).sequence
-    except _NOT_AN_EVENT:
+    except UNDECODABLE:
         sequence = first - 1 + len(lines)
     return Tail(sequence=sequence, previous=digest(line), torn_bytes=len(torn), is_signed=_has_signature(line))
 
@@ -203,7 +202,7 @@ def _problem(line: bytes, *, expected: int, previous: str | None) -> tuple[str, 
         return f"{len(line)} bytes, more than {LINE_BYTES_MAX}", None
     try:
         event = msgspec.json.decode(line, type=Event)
-    except _NOT_AN_EVENT as error:
+    except UNDECODABLE as error:
         return f"it is no event: {error}", None
     if event.sequence != expected:
         return f"event {event.sequence}, expected {expected}", event

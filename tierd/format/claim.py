@@ -10,6 +10,7 @@ import secrets
 import msgspec
 
 import tierd
+from tierd.errors import UNDECODABLE
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,5 +46,5 @@ def decode_claim(content: bytes) -> Claim | None:
     """None when these bytes are not the marker of a claim."""
     try:
         return msgspec.json.decode(content, type=Claim)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+    except UNDECODABLE:
         return None

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tierd.errors import Corrupt, NewerFormat, TierdError
+from tierd.errors import UNDECODABLE, Corrupt, NewerFormat, TierdError
 from tierd.format import checksum, digest, layout
 from tierd.format.ids import WORLD_SIZE_MAX, CheckpointId, checkpoint_id
 from tierd.format.text import parse_time
@@ -183,7 +183,7 @@ def decode_file(
         decoded = msgspec.json.decode(raw, type=kind)
         check_head(decoded, expect)
         check(decoded)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise Corrupt(f"{action}: {error}", hint=hint) from error
     return decoded
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from tierd.errors import BadRequest, Corrupt
+from tierd.errors import UNDECODABLE, BadRequest, Corrupt
 from tierd.format.ids import CheckpointId, Run, parse_name
 
 TEXT_CHARS_MAX = 4000
@@ -77,7 +77,7 @@ def decode(raw: bytes, *, key: str, where: str) -> Note:
     """Raises Corrupt."""
     try:
         return msgspec.json.decode(raw, type=Note)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNDECODABLE as error:
         hint = "the note is ignored; delete the file if it is none"
         raise Corrupt(f"decode {key} in {where}: {error}", hint=hint) from error
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tierd.errors import Corrupt
+from tierd.errors import UNDECODABLE, Corrupt
 from tierd.format.ids import Run, is_run
 from tierd.format.signature import Keyring
 
@@ -151,7 +151,7 @@ def decode_segment(segment: Segment, raw: bytes, *, keyring: Keyring | None, whe
         keyring.check(segment.key, line, where=where)
     try:
         header = msgspec.json.decode(line, type=_Header)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise Corrupt(f"decode {segment.key} in {where}: {error}", hint=_HINT) from error
     found = (header.begin, header.end, short(header.before), short(header.after))
     if found != (segment.begin, segment.end, segment.before, segment.after):

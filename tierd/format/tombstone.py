@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tierd.errors import UNDECODABLE
+
 
 class Tombstone(msgspec.Struct, frozen=True, kw_only=True):
     """`save`: the save digest of the checkpoint that was deleted; empty if it was not known, as in older versions.
@@ -21,5 +23,5 @@ def decode(raw: bytes) -> Tombstone | None:
     """None for what is no tombstone, whatever it is."""
     try:
         return msgspec.json.decode(raw, type=Tombstone)
-    except (msgspec.DecodeError, ValueError, RecursionError):  # ValueError: not UTF-8
+    except UNDECODABLE:
         return None

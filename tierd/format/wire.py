@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tierd.errors import BadRequest
+from tierd.errors import UNDECODABLE, BadRequest
 from tierd.format.ids import CheckpointId
 from tierd.format.node_messages import (
     Copied,
@@ -386,7 +386,7 @@ def encode(message: ToDaemon | ToClient) -> bytes:
 def _decode(decoder: msgspec.msgpack.Decoder[Any], raw: bytes) -> Any:
     try:
         return decoder.decode(raw)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValueError: not UTF-8
+    except UNDECODABLE as error:
         hint = "do client and daemon have the same version?"
         raise BadRequest(f"read a message of {len(raw)} bytes: {error}", hint=hint) from error
 

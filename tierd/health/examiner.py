@@ -16,7 +16,7 @@ import msgspec
 
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
-from tierd.errors import Corrupt, NotFound, TierdError, Transient, text_of
+from tierd.errors import UNDECODABLE, Corrupt, NotFound, TierdError, Transient, text_of
 from tierd.format import layout, wire
 from tierd.format.audit import EventKind
 from tierd.format.health import Diagnosis
@@ -259,7 +259,7 @@ async def examine_files(checkpoint: CheckpointId, files: Sequence[tuple[int, int
             await process.wait()
     try:
         answer: Diagnosis | str = msgspec.json.decode(raw, type=Diagnosis | str)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         raise Transient(f"examine {checkpoint}: {PROGRAM} ended with code {process.returncode}") from None
     if isinstance(answer, str):
         raise Corrupt(f"examine {checkpoint}: {answer}", hint="docs/RUNBOOK.md#corrupt-chunk")

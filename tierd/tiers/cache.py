@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from tierd.access import is_own_folder
-from tierd.errors import TierdError
+from tierd.errors import UNDECODABLE, TierdError
 from tierd.format import layout
 from tierd.format.ids import CheckpointId
 from tierd.format.manifest import Manifest, decode
@@ -53,7 +53,7 @@ class ManifestCache:
             async with DirectoryStore(self._folder, create=False) as store:
                 raw = await store.get_bytes(self._key, size_max=CACHE_BYTES_MAX)
             return await asyncio.to_thread(_decode, raw, wanted, keyring)
-        except (OSError, TierdError, msgspec.DecodeError, ValueError, RecursionError):
+        except (OSError, TierdError, *UNDECODABLE):
             return {}
 
     async def write(

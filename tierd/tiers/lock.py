@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from tierd.access import PRIVATE, Access
-from tierd.errors import LockHeld, TierUnreachable
+from tierd.errors import UNDECODABLE, LockHeld, TierUnreachable
 from tierd.format import layout
 from tierd.peer import process_state
 from tierd.tiers.tree import make_folder
@@ -125,7 +125,7 @@ class Lock(AbstractContextManager["Lock"]):
 def locked_by(root: Path) -> tuple[int, str] | None:
     """The process on this machine that holds the lock of the directory, and its state as `ps` has it, such as "T". None
     where no process is seen to hold it. Does not touch the lock: a daemon that starts now must get it."""
-    with contextlib.suppress(OSError, msgspec.DecodeError, ValueError, RecursionError):
+    with contextlib.suppress(OSError, *UNDECODABLE):
         raw = (root / layout.LOCK).read_bytes()[:_DESCRIPTION_BYTES_MAX]
         pid = msgspec.json.decode(raw, type=dict[str, str | int | float]).get("pid")
         inode = (root / layout.LOCK).stat().st_ino
@@ -142,7 +142,7 @@ def _holder(fd: int) -> dict[str, str | int | float]:
     try:
         raw = os.pread(fd, _DESCRIPTION_BYTES_MAX, 0)
         return msgspec.json.decode(raw, type=dict[str, str | int | float])
-    except (msgspec.DecodeError, ValueError, RecursionError, OSError):
+    except (OSError, *UNDECODABLE):
         return {}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tierd.errors import NotFound, PeerUnreachable, TierdError
+from tierd.errors import UNDECODABLE, NotFound, PeerUnreachable, TierdError
 from tierd.format.ids import Run
 from tierd.format.peers import NEWEST_BYTES_MAX, PARTS_BYTES_MAX, NodeAddress, NodeParts
 from tierd.tiers.peer_store import PeerStore
@@ -48,7 +48,7 @@ async def _ask(
             return msgspec.json.decode(raw, type=NodeParts)
     except NotFound:
         return PeerUnreachable("its daemon is of an earlier version of tierd")
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNDECODABLE as error:
         return PeerUnreachable(f"its answer cannot be read: {error}")
     except TierdError as error:
         return PeerUnreachable(_reason(error))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tierd.config.sections import LimitsConfig
-from tierd.errors import Corrupt, TierdError
+from tierd.errors import UNDECODABLE, Corrupt, TierdError
 from tierd.format import layout
 from tierd.format.health import MARKER_BYTES_MAX, Diagnosis
 from tierd.format.ids import CheckpointId
@@ -85,7 +85,7 @@ class ReadableTier:
         try:
             raw = await self.marker_bytes(layout.diagnosis_key(checkpoint, is_healthy=is_healthy))
             diagnosis = msgspec.json.decode(raw, type=Diagnosis)
-        except (TierdError, msgspec.DecodeError, ValueError, RecursionError):
+        except (TierdError, *UNDECODABLE):
             return Diagnosis(healthy=is_healthy)
         return diagnosis if diagnosis.healthy == is_healthy else Diagnosis(healthy=is_healthy)
 

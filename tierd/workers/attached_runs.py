@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from tierd.context import DaemonContext
-from tierd.errors import TierdError, TierUnreachable
+from tierd.errors import UNDECODABLE, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import Generation, Run, is_run
 from tierd.format.node_file import ranks_text
@@ -91,7 +91,7 @@ class AttachedRuns:
             with translated("open it", missing=TierUnreachable):
                 raw = await self._context.hot_store.pool.query(_read, self._path)
             self._written = msgspec.json.decode(raw, type=_File).runs if raw is not None else []
-        except (TierdError, msgspec.DecodeError, ValueError, RecursionError) as error:
+        except (TierdError, *UNDECODABLE) as error:
             text = "read %s: %s; it is left out: runs whose trainers ended with the former daemon are not named"
             log.warning(text, self._path, error)
         for record in (self._written or [])[:RUNS_MAX]:
