@@ -112,7 +112,7 @@ class LossGuard:
         if worst == _NO_NUMBER:
             where = "on this rank" if error is not None else "on another rank"
             raise BadRequest(
-                f"check the loss of step {step}: {where} it is no single number{f': {error}' if error else ''}",
+                f"check the loss of step {step}: {where} it is not a single number{f': {error}' if error else ''}",
                 hint="give a number, a tensor with one element, or None",
             ) from error
         if not worst:

@@ -55,7 +55,7 @@ def load(path: str) -> Any:
                     hint="was it copied whole? torch.serialization.set_crc32_options(False) writes none: save it again",
                 )
         elif not _begins_as_pickle(path):
-            raise Corrupt("it is no file of torch.save", hint="was it copied whole?")
+            raise Corrupt("it is not a file of torch.save", hint="was it copied whole?")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except TierdError:
         raise

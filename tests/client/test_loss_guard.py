@@ -243,8 +243,8 @@ def test_a_loss_that_is_no_number_on_one_rank_is_an_error_on_all(daemon: Daemon,
         together(trainers, "train", 1)
         for no_number in (torch.ones(2), 10**400):
             here, there = together(trainers, "apply", _checked, [no_number, 0.5])
-            assert "on this rank it is no single number" in here
-            assert "on another rank it is no single number" in there
+            assert "on this rank it is not a single number" in here
+            assert "on another rank it is not a single number" in there
 
 
 def test_a_stop_during_a_rollback_ends_as_stopped(daemon: Daemon, run: str) -> None:

@@ -199,7 +199,7 @@ def test_the_end_of_a_phase_outlasts_a_loss_of_power(
         pytest.param("x" * 121 + ".bandit", "cannot be part of a key", marks=pytest.mark.long),
         ("a b.bandit", "cannot be part of a key"),
         ("link.bandit", "Too many levels of symbolic links"),
-        pytest.param("folder.bandit", "it is no regular file", marks=pytest.mark.long),
+        pytest.param("folder.bandit", "it is not a regular file", marks=pytest.mark.long),
     ],
 )
 def test_a_file_that_cannot_be_archived_is_refused_before_the_run_stops(

@@ -145,7 +145,7 @@ def _get(
         return msgspec.json.decode(raw, type=kind)
     except UNDECODABLE as error:
         raise DaemonUnreachable(
-            f"ask the daemon at {address}: what answers is no tierd of this version ({error})", hint=_HINT
+            f"ask the daemon at {address}: what answers is not a tierd of this version ({error})", hint=_HINT
         ) from error
 
 

@@ -27,7 +27,7 @@ _BY_SUFFIX = {
 
 
 def format_of(path: Path) -> ForeignFormat:
-    """Raises NotFound, BadConfig where it is no regular file, and Unsupported for a format that tierd does not read."""
+    """Raises NotFound, BadConfig where it is not a regular file, and Unsupported for a format that tierd does not read."""
     try:
         is_folder = path.is_dir()
     except OSError as error:  # such as a name that is too long
@@ -43,7 +43,7 @@ def format_of(path: Path) -> ForeignFormat:
     if (by_suffix := _BY_SUFFIX.get(path.suffix)) is not None:
         return by_suffix
     raise Unsupported(
-        f"import {path}: it is no file of torch.save or of safetensors",
+        f"import {path}: it is not a file of torch.save or of safetensors",
         hint="a flat file needs --like; `tierd adopt` takes any file as it is",
     )
 

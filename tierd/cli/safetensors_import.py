@@ -90,7 +90,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise Corrupt(f"read {found[0]}: {error}", hint="was it copied whole?") from error
     for name in index.values():
         if name != Path(name).name or not name.endswith(SUFFIX):
-            raise Corrupt(f"read {found[0]}: it names {name[:100]!r}, which is no file of its folder")
+            raise Corrupt(f"read {found[0]}: it names {name[:100]!r}, which is not a file of its folder")
     for name in index.values():
         if not (folder / name).is_file():
             raise NotFound(f"import {folder}: {found[0].name} names {name}, which is not there")

@@ -114,7 +114,9 @@ def check_target(target: Path) -> None:
     if not target.exists() and not target.is_symlink():
         return
     if not target.is_dir():
-        raise TargetNotEmpty(f"write into {target}: it exists and is no directory", hint="name a path where nothing is")
+        raise TargetNotEmpty(
+            f"write into {target}: it exists and is not a directory", hint="name a path where nothing is"
+        )
     if target.is_mount():
         raise BadConfig(f"write into {target}: it is a mount point", hint=f"name a folder in it: {target / 'restored'}")
     if entries := sorted(path.name for path in target.iterdir()):

@@ -13,7 +13,7 @@ from tierd.format.text import time_text
 
 
 class ForeignFile:
-    """Open until `close`. Raises NotFound, and BadConfig where it is no regular file."""
+    """Open until `close`. Raises NotFound, and BadConfig where it is not a regular file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -24,7 +24,7 @@ class ForeignFile:
         self._before = os.fstat(self.fd)
         if not stat.S_ISREG(self._before.st_mode):
             self.close()
-            raise BadConfig(f"import {path}: it is no regular file")
+            raise BadConfig(f"import {path}: it is not a regular file")
 
     @property
     def size_bytes(self) -> int:

@@ -95,7 +95,7 @@ def state_key(stat_result: os.stat_result) -> tuple[int, ...]:
 
 def read_state(path: Path, offsets: Iterable[int], open_file: OpenSidecar | None = None) -> FileState:
     """Reads the file once. `open_file`: where the caller holds it open. `hashes` has those of `offsets` that are not beyond
-    its end, and of 0 and its sizes. Raises NotFound, BadRequest when it is no regular file or cannot be read, and
+    its end, and of 0 and its sizes. Raises NotFound, BadRequest when it is not a regular file or cannot be read, and
     FileChanged when it was written meanwhile."""
     with _opened(path, open_file) as opened:
         stat_result = os.fstat(opened)
@@ -116,7 +116,7 @@ def read_state(path: Path, offsets: Iterable[int], open_file: OpenSidecar | None
 
 
 def check_readable(path: Path) -> None:
-    """Raises NotFound, and BadRequest when it is no regular file or cannot be read. Blocks."""
+    """Raises NotFound, and BadRequest when it is not a regular file or cannot be read. Blocks."""
     os.close(_descriptor(path))
 
 
@@ -155,7 +155,7 @@ def _descriptor(path: Path) -> int:
         raise BadRequest(f"read {path}: {error.strerror}", hint="the daemon must be able to read it") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise BadRequest(f"read {path}: it is no regular file", hint="[sidecars] names files")
+        raise BadRequest(f"read {path}: it is not a regular file", hint="[sidecars] names files")
     return fd
 
 

@@ -235,7 +235,7 @@ class Committer:
                 continue
             assert isinstance(node_file, NodeFile)
             if part is not None and node_file.head_digest != part.head_digest:
-                why = f"commit {checkpoint} in {self._cold.name}: {name} is no part of the checkpoint of this node"
+                why = f"commit {checkpoint} in {self._cold.name}: {name} is not part of the checkpoint of this node"
                 self._cannot_read(
                     checkpoint, unreadable, name, Corrupt(f"{why}: {_difference(node_file, part)}", hint=_HINT)
                 )
