@@ -31,7 +31,7 @@ class Access:
 
     @property
     def umask(self) -> int:
-        """Of another program that writes files for tierd."""
+        """The umask for another program that writes files for tierd."""
         return 0o777 & ~self.folder_mode
 
     def share(self, fd: int) -> None:

@@ -139,7 +139,7 @@ class AuditTrail:
         return True
 
     async def close(self) -> None:
-        """At the end of the daemon: write what is queued, and log where the trail ends."""
+        """Write what is queued, and log where the trail ends, when the daemon ends."""
         self.record(EventKind.ENDED)
         await self.flush(timeout_s=CLOSE_TIMEOUT_S)
 

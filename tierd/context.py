@@ -167,10 +167,10 @@ class DaemonContext:
     def other_nodes(self, run: Run) -> list[NodeAddress]:
         """The nodes of the run but this one, as far as the trainers have told them."""
         own, roster = self.memory.node(run), self.rosters.get(run)
-        return [each for each in roster.nodes if own is None or each.ranks != own.ranks] if roster is not None else []
+        return [node for node in roster.nodes if own is None or node.ranks != own.ranks] if roster is not None else []
 
     def new_claim(self) -> Claim:
-        """Of a start on this node."""
+        """A new claim of a start on this node."""
         return Claim.new(self.config.daemon.node, self.identities.hot, now_s=self.now().timestamp())
 
     def persisted(self, checkpoint: CheckpointId, *, seconds: float = 0.0, every_s: float = 0.0) -> wire.Persisted:

@@ -174,7 +174,7 @@ class _Daemon:
         self._operator.sidecars, self._operator.processes = self._sidecars, self._door.processes
 
     def _make_workers(self) -> dict[str, Worker]:
-        """By the name as in `_wakes`: the kind, then the tier where there is one per tier."""
+        """All workers, by the name as in `_wakes`: the kind, then the tier if there is one worker per tier."""
         context, config, reaper = self._context, self._config, self._reaper
         workers: dict[str, Worker] = {"persist": Persister(context, reaper.make_room), "reap": reaper}
         workers |= {"expire": RunExpirer(context), "audit": context.audit, "runs": AttachedRuns(context)}

@@ -36,7 +36,7 @@ def open_all(opening: Iterable[int]) -> list[int]:
 
 
 def reopen_read_only(fd: int) -> int:
-    """Another descriptor of the same file or memory, through which nothing can be written. Raises OSError."""
+    """A new descriptor of the same file or memory that is only open for reading. Raises OSError."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 

@@ -1,6 +1,6 @@
-"""The checks of `tierd doctor` that need no bucket and less than a second: of disks, limits, the clock and the socket.
+"""Checks this machine for `tierd doctor`: disks, limits, the clock and the socket. They need no bucket and take < 1 s.
 
-The daemon makes them at its start too, and logs what is wrong. They never delay or end it.
+The daemon makes these checks at its start too, in a thread, and logs what is wrong. They never delay or end it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GPU = Path("/dev/nvidiactl")
 
 
 def start_checks(config: Config, catalog: Catalog, now: datetime) -> None:
-    """Log what is wrong, a line for each. In a thread, because a directory without its server answers never."""
+    """Log each finding, from a thread of its own, because a directory whose server is down may never answer."""
     manifests, views = catalog.manifests_in(HOT), catalog.views()
     checks: list[Callable[[], Iterable[Advice]]] = [
         lambda: no_cold(config),
@@ -71,17 +71,17 @@ def same_disk(cold: ColdConfig, config: Config) -> Iterator[Advice]:
 
 
 def largest_bytes(manifests: Iterable[Manifest]) -> int:
-    """The largest of the newest checkpoint of each run; 0: there is none."""
+    """The size of the largest among the newest checkpoints of all runs; 0 if there is none."""
     return max((manifest.size_bytes for manifest in _newest(manifests)), default=0)
 
 
 def _newest(manifests: Iterable[Manifest]) -> list[Manifest]:
-    """Of each run the newest; over several nodes, this node's part of it."""
+    """The newest checkpoint of each run, or this node's part of it."""
     return list({one.run: one for one in sorted(manifests, key=lambda manifest: manifest.id.recency)}.values())
 
 
 def sizes(config: Config, manifests: Sequence[Manifest]) -> list[Advice]:
-    """What depends on the size of a checkpoint: the space of the hot tier, and the memory of the slots."""
+    """The checks that depend on the size of a checkpoint: space in hot, and memory for the slots."""
     largest = max(_newest(manifests), key=lambda manifest: manifest.size_bytes, default=None)
     space = probe_space(
         HOT,
@@ -95,7 +95,7 @@ def sizes(config: Config, manifests: Sequence[Manifest]) -> list[Advice]:
 
 
 def clock(views: Iterable[CheckpointView], now: datetime) -> Iterator[Advice]:
-    """Whether a checkpoint is from the future: then ages, rules by time and the forecast are wrong."""
+    """Whether a checkpoint has a time in the future. Ages, rules by time and the forecast would be wrong."""
     times = [(view.created_at, view.id) for view in views if view.created_at is not None]
     newest_at, checkpoint = max(times, key=lambda pair: pair[0], default=(now, None))
     if (ahead_s := (newest_at - now).total_seconds()) > AHEAD_WARNED_S:
@@ -119,8 +119,8 @@ def limits() -> Iterator[Advice]:
 
 
 def memlock(config: Config, state_bytes: int) -> Iterator[Advice]:
-    """A note, because the trainer may have another limit, and NVIDIA's driver pins without regard to it: its
-    kernel-open/nvidia/os-mlock.c calls get_user_pages and counts nothing."""
+    """Only a note: the trainer may have another limit, and NVIDIA's driver pins memory without checking the limit
+    (kernel-open/nvidia/os-mlock.c calls get_user_pages)."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     slots_bytes = config.snapshot.slots * state_bytes
     if _GPU.exists() and limit_bytes != resource.RLIM_INFINITY and limit_bytes < slots_bytes:
@@ -129,7 +129,7 @@ def memlock(config: Config, state_bytes: int) -> Iterator[Advice]:
 
 
 def socket(config: Config) -> Advice:
-    """Whether the daemon can make its socket, and trainers trust it."""
+    """Whether the daemon can create its socket, and trainers will trust it."""
     folder = config.socket_path.parent
     if not folder.exists():
         return Advice("socket", "socket", "note", f"{folder} does not exist yet; `tierd serve` makes it, if it may")

@@ -95,7 +95,7 @@ class WriteThrottle:
         return self._limits[tier]
 
     def written_bytes(self) -> dict[str, int]:
-        """By tier, since the daemon's start; also of what is being written."""
+        """The bytes written to each tier since the daemon's start, including writes in progress."""
         return {tier: traffic.written_bytes for tier, traffic in self._traffic.items()}
 
     # ── from workers ──

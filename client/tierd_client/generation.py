@@ -134,7 +134,7 @@ class Generation:
 
     @property
     def is_lowest_of_node(self) -> bool:
-        """Of the ranks of a node one speaks for all: on one node rank 0."""
+        """Whether this rank speaks for all ranks of its node: the lowest one does."""
         return is_lowest_of_node(self.session.hello)
 
     def _ask_daemon(self) -> wire.Welcome:

@@ -174,7 +174,7 @@ class LossGuard:
         client = self._client
         replica.read_into_state(self._state, client.rank, client.world_size, self._filter)
         captured = self._state.capture(client.rank, client.world_size)
-        spoiled = next((each.name for each in captured.tensors if _is_spoiled(each)), None)
+        spoiled = next((tensor.name for tensor in captured.tensors if _is_spoiled(tensor)), None)
         if spoiled is not None:
             error = Unhealthy(f"go back to {replica.manifest.id} from {replica.tier}: {spoiled} is not finite")
             log.error("tierd: %s", error.message)

@@ -74,7 +74,7 @@ def find_partner(
 
 
 def send_roster(session: DaemonSession, nodes: Sequence[NodeAddress]) -> None:
-    """In a memfd: the addresses of 2,048 nodes do not fit into a message."""
+    """Send the nodes in a memfd: the addresses of 2,048 nodes do not fit into a message."""
     descriptor = sealed_memory("tierd-nodes", msgspec.json.encode(nodes))
     try:
         session.send(wire.Roster(), [descriptor])

@@ -145,9 +145,9 @@ def _bits(loss: float | None) -> bytes:
 def _digests(captured: Captured) -> Digests:
     """A checksum of each tensor, and each other value as text, by name."""
     digests: Digests = {}
-    for each in captured.tensors:
-        local = each.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        digests[each.key] = checksum.crc64nvme(as_bytes(local).numpy().data)
+    for tensor in captured.tensors:
+        local = tensor.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        digests[tensor.key] = checksum.crc64nvme(as_bytes(local).numpy().data)
     for section, tree in captured.tree.items():
         digests |= dict(_leaves(tree["value"], section))
     return digests

@@ -87,7 +87,7 @@ class DaemonSession:
         self._thread: threading.Thread | None = None
 
     def close_in_child(self) -> None:
-        """In a forked child: with its copy of the socket open, the daemon would not notice the trainer's death."""
+        """Close the socket in a forked child: with this copy open, the daemon would not notice the trainer's death."""
         self.is_attached = False
         self._socket.close()
 
@@ -297,7 +297,7 @@ class DaemonSession:
             self._detach()
 
     def _detach(self) -> None:
-        """With the lock held."""
+        """The caller holds the lock."""
         if self.is_attached:
             self.is_attached, self._detached_s = False, time.monotonic()
         for question in self._questions.values():

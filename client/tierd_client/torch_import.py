@@ -79,13 +79,13 @@ def check_storages(path: str, tensors: Sequence[CapturedTensor]) -> None:
             file.seek(entry.header_offset + _LENGTHS_AT)
             sizes[file.tell() + _LENGTHS.size + sum(_LENGTHS.unpack(file.read(_LENGTHS.size)))] = entry.file_size
     mappings = _mappings(path)
-    for each in tensors:
-        storage = each.tensor.untyped_storage()
+    for tensor in tensors:
+        storage = tensor.tensor.untyped_storage()
         begin, size_bytes = storage.data_ptr(), storage.nbytes()
         offsets = [begin - low + at for low, high, at in mappings if low <= begin < high]
         if size_bytes and offsets and sizes.get(offsets[0]) != size_bytes:
             raise Corrupt(
-                f"{each.name}: its storage has {size_bytes} bytes, and its entry in the archive "
+                f"{tensor.name}: its storage has {size_bytes} bytes, and its entry in the archive "
                 f"{sizes.get(offsets[0], 'begins elsewhere')}",
                 hint="was it packed again by another program?",
             )
@@ -279,8 +279,8 @@ def main(path: str, requests: BinaryIO, answers: BinaryIO) -> None:
         tree, tensors = capture(load(path), asked.model, asked.like)
         check_storages(path, tensors)
         described = [
-            ImportedTensor(name=each.name, dtype=each.dtype, shape=each.shape, torch_dtype=each.torch_dtype)
-            for each in tensors
+            ImportedTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, torch_dtype=tensor.torch_dtype)
+            for tensor in tensors
         ]
         reply = ImportReply(tree=tree, tensors=described)
     except TierdError as error:

@@ -38,6 +38,25 @@ def connected() -> Iterator[Connected]:
     theirs.close()
 
 
+async def test_a_cold_tier_that_does_not_answer_is_named_in_the_log(
+    tmp_path: Path, connected: Connected, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """asyncio's TimeoutError has no text of its own."""
+    monkeypatch.setattr("tierd.api.admission.COLD_CLAIM_TIMEOUT_S", 0.01)
+    async with rooms_at(tmp_path) as rooms:
+        await rooms.look()
+
+        async def hang(key: str, *arguments: Any, **options: Any) -> bool:
+            return await asyncio.Event().wait()
+
+        rooms.cold["cold"].store.put_bytes = hang  # type: ignore[method-assign]
+        clock = rooms.context.monotonic_s
+        quotas = Quotas(rooms.context.config.limits, rooms.memory, has_checkpoint=lambda run: False, now_s=clock)
+        admission = Admission(rooms.context, Restorer(rooms.context, judge_nothing), {}, quotas)
+        await admission._claim(connected[0], Run("run"), Rank(0), HELLO)  # pyright: ignore[reportPrivateUsage]
+    assert "claim generation 1 of run in cold: no answer in time" in caplog.text
+
+
 async def test_slow_claim_of_a_run_does_not_delay_another_run(tmp_path: Path, connected: Connected) -> None:
     async with rooms_at(tmp_path) as rooms:
         await rooms.look()

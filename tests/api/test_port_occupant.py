@@ -42,6 +42,7 @@ async def served(answer: Callable[[web.Request], Awaitable[web.StreamResponse]])
         (404, b"", OTHER),
         (302, b"", OTHER),
         (200, b"\xff" * 100, OTHER),
+        (200, b'{"nested": ' + b"[" * 100_000, OTHER),
     ],
 )
 async def test_only_an_answer_of_a_daemon_counts(status: int, body: bytes, expected: str) -> None:

@@ -135,6 +135,15 @@ def test_an_object_that_changes_while_it_is_read_is_refused(
     assert not list((uploaded.house.hot / "old").glob("0*"))
 
 
+def test_objects_without_a_time_are_refused_by_name(uploaded: Uploaded) -> None:
+    """Their time of upload would be the checkpoint's time."""
+    uploaded.put("old/out/step_10.bin", b"x")
+    uploaded.bucket.lists_times = False
+    report = uploaded.adopt("--pattern", "step_{step}.bin", "--settled")
+    assert (report["adopted"], report["left"].keys()) == ([], {"step_10.bin"})
+    assert "the server does not say when step_10.bin was written" in report["left"]["step_10.bin"]
+
+
 @pytest.mark.parametrize(
     ("url", "more", "code", "message"),
     [

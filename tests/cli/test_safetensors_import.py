@@ -111,8 +111,9 @@ def test_a_folder_with_an_index_is_one_model(house: House) -> None:
     index["weight_map"]["flag"] = "../b.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert house.tierd("import", folder, "--run", "other", "--step", "3").exit_code == 12
-    (folder / "model.safetensors.index.json").write_text("{")
-    assert house.tierd("import", folder, "--run", "other", "--step", "3").exit_code == 12
+    for damaged in (b"{", b'{"weight_map": {"\xff": "a.safetensors"}}', b'{"nested": ' + b"[" * 100_000):
+        (folder / "model.safetensors.index.json").write_bytes(damaged)
+        assert house.tierd("import", folder, "--run", "other", "--step", "3").exit_code == 12
     (folder / "model.safetensors.index.json").unlink()
     result = house.tierd("import", folder, "--run", "other", "--step", "3")
     assert (result.exit_code, "scalar is in two of its files" in result.stderr) == (2, True), result.output

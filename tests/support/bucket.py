@@ -186,6 +186,7 @@ class Bucket:
         self.access_keys = {ACCESS_KEY}
         self.policies: dict[str, frozenset[str]] = {}
         self.repeats_credentials = False
+        self.lists_times = True
         self.written: Counter[tuple[str, str]] = Counter()  # (key, ETag) of every object that was put in place
         self.seen: list[Seen] = []
         self.sent: Counter[str] = Counter()  # bytes of answers that were sent, by operation
@@ -291,7 +292,7 @@ class Bucket:
                 Key=one,
                 Size=len(self.objects[one].content),
                 ETag=self.objects[one].etag,
-                LastModified=self.modified[one].isoformat() if one in self.modified else self.now().isoformat(),
+                **({"LastModified": self.modified.get(one, self.now()).isoformat()} if self.lists_times else {}),
             )
             for one in page
         ]

@@ -215,7 +215,7 @@ class Admission:
         """The run has just got its secret: end the sessions of peers without it, and give up all slots that the run
         had, because only peers without it can have attached them."""
         run, ended = binding.run, 0
-        for session in [each for each in self._peers if each.run == run]:
+        for session in [peer for peer in self._peers if peer.run == run]:
             try:
                 self.secrets.check(session)
             except WrongSecret as error:

@@ -1,8 +1,8 @@
-"""When the disks of the tiers will be full, and how often a checkpoint is due in each cold tier, for the status.
+"""Forecasts for the status when the disk of each tier will be full, and how often a checkpoint is due in a cold tier.
 
 Only runs that go on count: those with trainers here, and those whose next checkpoint is not overdue and whose trainers
-have not ended here, such as runs of other nodes in a shared tier. Another daemon copies the latter. Computed in a
-thread, and again after FORECAST_S, because the policy is simulated.
+have not ended here, such as runs of other nodes in a shared tier, which other daemons copy. A forecast simulates the
+policy, so it runs in a thread, once in FORECAST_S.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
 from tierd.status.report import DiskForecast
 
 FORECAST_S = 60.0
-WAIT_S = 1.0  # then the status has the forecast before
+WAIT_S = 1.0  # a status that waits longer for a new forecast shows the last one
 
 
 @dataclass(frozen=True, slots=True)
 class TierForecasts:
-    """`full_at`: by tier with a disk of its own; infinite as None, unknown as "unknown". `due_every_s`: by cold tier; a
-    tier is missing where nothing goes on or a run has no pace yet."""
+    """`full_at`: by tier that has a disk of its own; None: never full; "unknown": a run has no pace yet. `due_every_s`:
+    by cold tier; a tier is missing if no run goes on or a run has no pace yet."""
 
     full_at: Mapping[str, datetime | str | None] = field(default_factory=dict[str, "datetime | str | None"])
     due_every_s: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def disk(self, tier: str, now: datetime) -> DiskForecast | None:
-        """None: nothing goes on, or the tier has no disk of its own."""
+        """None if no run goes on or the tier has no disk of its own."""
         if tier not in self.full_at:
             return None
         at = self.full_at[tier]
@@ -55,13 +55,14 @@ class Forecasts:
         self._reading: asyncio.Future[TierForecasts] | None = None
 
     async def read(self, free: Mapping[str, int | None], on_hot_disk: Collection[str]) -> TierForecasts:
-        """`free`: the free bytes of each tier; None: it has no disk. `on_hot_disk`: the cold tiers there."""
+        """The newest forecast. `free`: the free bytes of each tier, None without a disk. `on_hot_disk`: the cold tiers
+        on the disk of hot."""
         context, now_s = self._context, self._context.monotonic_s()
         if self._reading is None and now_s - self._read_s >= FORECAST_S:
             attached = {run for run in context.memory.runs() if context.memory.present(run)}
             outcomes = context.memory.outcomes.all_ranks()
             ended = {run: generation for run, generation, _ in outcomes if run not in attached}
-            # What is of a newer generation, another node continues.
+            # A run that ended here and has a newer generation goes on, on another node.
             runs = [
                 run
                 for run in held(context.catalog, context.config)
@@ -84,7 +85,7 @@ def _forecasts(
     on_hot_disk: Collection[str],
     now: datetime,
 ) -> TierForecasts:
-    has_new = bool(attached - {run.run for run in runs})  # without a checkpoint yet
+    has_new = bool(attached - {run.run for run in runs})  # some run has no checkpoint yet
     runs = [run for run in runs if run.run in attached or goes_on(run.views, now)]
     full_at: dict[str, datetime | str | None] = {}
     due_every_s: dict[str, float] = {}
@@ -102,7 +103,7 @@ def _forecasts(
 
 
 def _full_at(runs: Sequence[RunInTier], free_bytes: int, now: datetime) -> datetime | str | None:
-    """As of `TierForecasts`. Hot keeps room for the next checkpoints."""
+    """As in `TierForecasts`. Hot keeps room for the next checkpoints."""
     largest_bytes = max((run.checkpoint_bytes for run in runs if run.tier == HOT), default=0)
     try:
         seconds = full_in_s(runs, free_bytes - ROOM_CHECKPOINTS * largest_bytes)

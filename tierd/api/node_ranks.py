@@ -70,7 +70,8 @@ def take_roster(context: DaemonContext, run: Run, generation: Generation, descri
 
 
 def copy_from_partner(context: DaemonContext, session: TrainerSession, message: wire.Partner) -> None:
-    """From now on, copy the parts of this node, and answer with those that are copied already. Raises BadRequest."""
+    """Copy the parts of the partner's node from now on, and answer with those that are copied already. Raises
+    BadRequest."""
     copies = context.part_copies
     if copies is None or context.memory.node(session.run) is None:
         return

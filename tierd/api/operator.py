@@ -39,7 +39,7 @@ from tierd.status.checkpoint_report import (
     read_diagnosis,
 )
 from tierd.status.disks import free_bytes, on_disk_of
-from tierd.status.lifecycle_report import PlannedAction, lifecycle_report
+from tierd.status.lifecycle_report import PlannedAction, lifecycle_report, planned_actions
 from tierd.status.node_reports import (
     NewestPart,
     NodesReport,
@@ -269,7 +269,7 @@ class Operator:
 
     def planned(self, run: Run) -> list[PlannedAction]:
         """What the lifecycle does with each checkpoint of the run, also what it keeps, and why."""
-        return lifecycle_report(self._catalog, self._context.config, run, is_explained=True).planned
+        return planned_actions(self._catalog, self._context.config, run, is_explained=True)
 
     async def report(self, run: str, name: str) -> CheckpointReport | None:
         """As `tierd show` shows it. None if there is none of this name."""

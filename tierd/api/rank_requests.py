@@ -70,7 +70,7 @@ class RankRequests:
             raise BadRequest(f"{action}: expected one of {', '.join(wire.REQUESTS)}")
         if request.milestone is not None:
             layout.milestone_file(request.milestone)
-        trainers = [each for each in self._sessions.values() if each.run == run]
+        trainers = [session for session in self._sessions.values() if session.run == run]
         trainer = next((each for each in trainers if each.speaks_for_node), None)
         if trainer is None and trainers:
             raise NotFound(
@@ -108,14 +108,14 @@ class RankRequests:
     def convene(self, session: TrainerSession, convene: wire.Convene) -> None:
         """Call every rank of the session's generation, itself too; `rank_entered` calls those that connect later."""
         if convene.is_forced:
-            for each in self._ranks(session):
-                each.post(wire.Convened(meeting=convene.meeting, is_forced=True))
+            for rank in self._ranks(session):
+                rank.post(wire.Convened(meeting=convene.meeting, is_forced=True))
             return
         generation, highest = self._meetings.get(session.run, (session.generation, -1))
         if generation != session.generation or convene.meeting > highest:
             self._meetings[session.run] = (session.generation, convene.meeting)
-        for each in self._ranks(session):
-            each.post(wire.Convened(meeting=convene.meeting))
+        for rank in self._ranks(session):
+            rank.post(wire.Convened(meeting=convene.meeting))
 
     def rank_entered(self, session: TrainerSession) -> None:
         generation, meeting = self._meetings.get(session.run, (None, 0))

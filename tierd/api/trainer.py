@@ -83,8 +83,8 @@ class TrainerDoor:
                 session.post(message)
 
     def processes(self, run: Run) -> list[HolderReport]:
-        """Of the ranks that are connected, where they are visible here."""
-        pids = sorted({each.connection.peer_pid for each in self._sessions.values() if each.run == run})
+        """The processes of the connected ranks, where they are visible here."""
+        pids = sorted({session.connection.peer_pid for session in self._sessions.values() if session.run == run})
         return [HolderReport(pid=pid, state=state) for pid in pids if (state := process_state(pid))]
 
     def release_slots(self, run: Run) -> None:
@@ -141,7 +141,7 @@ class TrainerDoor:
             self._spawn(self._serve_peer(PacketConnection(sock)))
 
     async def _serve_peer(self, connection: PacketConnection) -> None:
-        """From Hello to the end of the connection."""
+        """Serve one connection, from Hello to its end."""
         try:
             await asyncio.sleep(self._quotas.connection_wait_s(connection.peer_uid))
             session, slots = await self.admission.admit(connection)

@@ -1,4 +1,4 @@
-"""The routes of the status pages: all runs, one run, one checkpoint, and the files that they need."""
+"""Routes of the status pages: all runs, one run, one checkpoint, and the static files."""
 
 from __future__ import annotations
 

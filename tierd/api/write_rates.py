@@ -1,4 +1,4 @@
-"""How many bytes per second are written to each tier now: samples of what the write throttle counts, for the status."""
+"""Measures the bytes per second written to each tier, for the status: samples the counters of the write throttle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WriteRates:
         self._samples = deque([(now_s(), written_bytes())], maxlen=int(WINDOW_S / SAMPLE_S) + 1)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Take samples until cancelled."""
         while True:
             await asyncio.sleep(SAMPLE_S)
             self.sample()

@@ -31,7 +31,7 @@ class Catalog:
         self._copying_unknown: set[str] = set()  # tiers
         self.everywhere: dict[Run, CheckpointId] = {}  # the newest that every node of the run has persisted
         self.awaited: dict[str, dict[Run, tuple[CheckpointId, list[int]]]] = {}
-        """By tier: the oldest checkpoint of each run there that waits for the parts of these ranks, of other nodes."""
+        """By tier and run: the oldest checkpoint that waits for parts of other nodes, and the ranks of these parts."""
         self.everywhere_created: dict[Run, str] = {}  # its `created_at`, as far as it is known
         self.asked_for_sequence: dict[Run, set[str]] = {}  # the tiers in which it was listed because of its sequence
         self._sent_parts: dict[tuple[str, CheckpointId], NodeFile | None] = {}  # by tier; None: deleted there
@@ -388,7 +388,7 @@ class Catalog:
         return {(tier, c): why for c, why in shared.items() if c in self._entries for tier in self._entries[c].tiers}
 
     def _is_in_hot(self) -> dict[CheckpointId, bool]:
-        """Of each checkpoint that is in a tier, or that has disappeared from one."""
+        """Whether hot has each checkpoint that is in a tier or has disappeared from one."""
         hot = self.tiers.get(HOT)
         gone = {checkpoint: False for knowledge in self.tiers.values() for checkpoint in knowledge.missing}
         unreadable = dict.fromkeys(hot.unreadable if hot else (), True)

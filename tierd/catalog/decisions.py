@@ -44,7 +44,7 @@ class Halt:
 
 
 def halted(catalog: Catalog) -> list[Halt]:
-    """Where deletion is halted; empty when it is not."""
+    """The places where deletion is halted, and why; empty if there is none."""
     halts: list[Halt] = []
     for (tier, checkpoint), why in catalog.unreadable().items():
         is_damaged = checkpoint in catalog.tiers[tier].damaged
@@ -103,7 +103,8 @@ def _explained(
 
 
 def _halted(decision: Decision, why: str) -> Decision:
-    """In the tiers that another daemon may write to. The replicas there are known, so hot goes on."""
+    """Turn a deletion into KEEP, in tiers to which another daemon may write. Hot's replicas are known, so hot
+    goes on."""
     if decision.action not in (Action.EVICT, Action.EXPIRE):
         return decision
     return replace(decision, action=Action.KEEP, reason=f"deletion is halted: {why}")
@@ -212,7 +213,7 @@ def _in_order_of_all_nodes(
 
 
 def waiting(catalog: Catalog, config: Config) -> dict[str, list[CheckpointId]]:
-    """By cold tier: the checkpoints that it should have and lacks, also while the tier cannot be reached."""
+    """The checkpoints that each cold tier should have and lacks, also while it cannot be reached."""
     missing: dict[str, list[CheckpointId]] = {cold.name: [] for cold in config.cold}
     deleted = {cold.name: deleted_elsewhere(catalog, config, cold.name) for cold in config.cold}
     for decision in _about_copies(catalog, config):
@@ -338,6 +339,6 @@ def _about_copies(catalog: Catalog, config: Config) -> list[Decision]:
 
 
 def _copying(catalog: Catalog, config: Config) -> dict[str, set[CheckpointId]]:
-    """By cold tier, what is being copied to it."""
+    """The checkpoints that are being copied to each cold tier."""
     copying = {cold.name: catalog.copying(cold.name) for cold in config.cold}
     return {name: {checkpoint} for name, checkpoint in copying.items() if checkpoint is not None}

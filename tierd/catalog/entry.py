@@ -79,7 +79,7 @@ class Entry:
 
     @property
     def counted_marks(self) -> frozenset[str]:
-        """Without the marks of milestones that are removed: what every tier should have."""
+        """The marks that every tier should have: those of removed milestones do not count."""
         return self.all_milestones | {mark for mark in self.all_marks if layout.removed_by(mark) is not None}
 
 

@@ -35,8 +35,8 @@ from tierd.transfer.source_tree import SourceTree
 
 
 class Adopted(msgspec.Struct, kw_only=True):
-    """What `tierd adopt --json` prints. `size_bytes` of `files` files; `cloned_bytes` of them share blocks with the
-    source. `is_new`: False where it was adopted before, and nothing was done."""
+    """The output of `tierd adopt --json`. `size_bytes`: of all `files`; `cloned_bytes` of them share blocks with the
+    source. `is_new`: False if it was adopted before and nothing was done."""
 
     run: str
     step: int
@@ -172,7 +172,7 @@ def _resolved(path: str) -> Path:
 
 
 def _checkpoints_in(tree: SourceTree) -> str:
-    """Which checkpoints the folder holds, and how to take each, if it looks like a folder of them; else empty."""
+    """If the folder seems to hold several checkpoints, which ones, and the option that adopts each; else empty."""
     names = {entry.path: entry.kind == "folder" for entry in tree.entries if "/" not in entry.path}
     if tree.is_file or fitting({tree.name: True}) or not (presets := fitting(names)):
         return ""  # a checkpoint may hold one of another framework: checkpoint-500/global_step500
@@ -195,7 +195,7 @@ def _sentence(report: Adopted) -> str:
 
 
 def _check_outside_tiers(source: Path, config: Config) -> None:
-    """Raises BadConfig where one of the two holds the other."""
+    """Raises BadConfig if a tier is inside the source, or the source is inside a tier."""
     for root in (root.resolve() for root in config.directories.values()):
         if source.is_relative_to(root) or root.is_relative_to(source):
             raise BadConfig(

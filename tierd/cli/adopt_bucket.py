@@ -18,10 +18,10 @@ from tierd.transfer.history_source import HistorySource
 
 
 def check_bucket(url: str, config: Config) -> ColdConfig:
-    """What to open. Raises BadConfig for what is no such URL, and where it holds a tier or is in one."""
+    """The settings to open the bucket with. Raises BadConfig if the URL is not s3://bucket/prefix, or overlaps a tier."""
     parts = urlsplit(url)
     if not parts.netloc or parts.query or parts.fragment:
-        raise BadConfig(f"adopt {url}: that is no s3://bucket/prefix")
+        raise BadConfig(f"adopt {url}: expected s3://bucket/prefix")
     buckets = {cold.url: cold for cold in config.cold if cold.url.startswith("s3://")}
     place = f"{parts.netloc}/{parts.path.strip('/')}/".replace("//", "/")
     for other in buckets:

@@ -1,7 +1,7 @@
 """`tierd adopt FOLDER` with --preset or --pattern: adopts every complete checkpoint in a folder of a framework.
 
-Oldest first, each committed before the next one begins, so a command that was killed goes on where it was. What is not
-complete, cannot be read, or is older than what was adopted before is named and left alone.
+It adopts the oldest first and commits each before it begins the next, so a command that was killed can be repeated. A
+checkpoint that is not complete, cannot be read, or is older than one adopted before is reported and not adopted.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ QUIET_S = 10.0  # what was written less long ago may not be complete
 
 
 class History(msgspec.Struct, kw_only=True):
-    """What `tierd adopt --preset --json` prints. `adopted`, `known`: the steps that were adopted now, and before.
-    `left`: why the others were not, by name."""
+    """The output of `tierd adopt --preset --json`. `adopted`: the steps that were adopted now; `known`: those that were
+    adopted before. `left`: by name, why the others were not adopted."""
 
     run: str
     path: str
@@ -55,8 +55,8 @@ class History(msgspec.Struct, kw_only=True):
 
 
 def history_preset(name: str, pattern: str, marker: str, *, is_settled: bool) -> Preset:
-    """A preset by its name, or as a pattern says. Raises BadConfig for what is none. Without a marker, a folder is
-    complete only if no program writes there."""
+    """The preset of this name, or one for the pattern. Raises BadConfig if there is no such preset or the pattern is
+    invalid. Without a marker, `--settled` must say that no program writes there."""
     if name and name not in PRESETS:
         raise BadConfig(f"there is no preset {name!r}", hint=f"one of {', '.join(sorted(PRESETS))}")
     renamed = is_settled and pattern.endswith("/") and not marker
@@ -79,8 +79,8 @@ async def adopt_history(
     is_dry_run: bool,
     as_json: bool,
 ) -> int:
-    """`is_settled`: no program writes there any more, so only what the files themselves show counts, and not their
-    times. Returns the exit code: PARTIAL if something was left. Raises Full, and NotFound if there is no checkpoint."""
+    """Returns the exit code: PARTIAL if something was not adopted. `is_settled`: no program writes there any more, so
+    only the files themselves count, and not their times. Raises Full, and NotFound if there is no checkpoint."""
     started_s = time.monotonic()
     limit = tiers.catalog.claims.generation_limit(run, now().timestamp())
     any_id = adopted_id(tiers.catalog, run, 0, generation, generation_max=limit)
@@ -179,12 +179,14 @@ async def _adopt_one(
 
 
 def _note_expiring(tiers: OpenedTiers, config: Config, report: History) -> None:
-    """Says what the policy does not keep, before somebody deletes the sources because they were adopted."""
+    """Report which checkpoints the policy does not keep: the user may be about to delete the sources."""
     here = {*report.adopted, *report.known}
     expiring = sorted(
-        int(each.checkpoint.step)
-        for each in decisions(tiers.catalog, config)
-        if each.action is Action.EXPIRE and each.checkpoint.run == report.run and each.checkpoint.step in here
+        int(decision.checkpoint.step)
+        for decision in decisions(tiers.catalog, config)
+        if decision.action is Action.EXPIRE
+        and decision.checkpoint.run == report.run
+        and decision.checkpoint.step in here
     )
     if expiring:
         print_note(

@@ -1,6 +1,6 @@
-"""Restores what several nodes have adopted together: the folders of all of them as one, or that of one node.
+"""Restores a checkpoint that several nodes adopted together: all their folders merged into one, or that of one node.
 
-The trees come first, because they say which files are needed: what several nodes have is fetched once.
+The trees are fetched first, because they say which files are needed. A file that several nodes have is fetched once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_node(manifest: Manifest, node: int | None) -> None:
 
 
 class PartsOutput:
-    """`node`: None for all. `wanted_bytes`: of what was needed."""
+    """`node`: the node whose folder is restored; None: merge all. `wanted_bytes`: the size of the files needed."""
 
     def __init__(
         self, manifest: Manifest, node: int | None, replicas: Replicas, store: DirectoryStore, output: AtomicOutput

@@ -120,7 +120,7 @@ def cadence(
             lag_s=lag_s or 0.0,
         )
     best_s = young_s(costs.save_s, costs.mtbf_s)
-    outcomes = [outcome(costs, each) for each in _intervals(costs, best_s, interval_s)]
+    outcomes = [outcome(costs, interval) for interval in _intervals(costs, best_s, interval_s)]
     if svg is not None:
         try:
             svg.write_text(plot(costs, outcomes, best_s), encoding="utf-8")

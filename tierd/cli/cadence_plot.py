@@ -59,11 +59,11 @@ def plot(costs: Costs, outcomes: list[Outcome], best_s: float) -> str:
     parts += [
         f'<line class="best" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}"/>',
         f'<text x="{at:.1f}" y="{TOP - 6}" text-anchor="middle">save every {best_s:,.0f} s</text>',
-        curve("first", [first_order(each) for each in intervals]),
-        curve("daly", [efficiency(costs, each) for each in intervals]),
+        curve("first", [first_order(interval) for interval in intervals]),
+        curve("daly", [efficiency(costs, interval) for interval in intervals]),
         *(
-            f'<circle class="point" r="4" cx="{x(each.interval_s):.1f}" cy="{y(each.simulated):.1f}"/>'
-            for each in outcomes
+            f'<circle class="point" r="4" cx="{x(outcome.interval_s):.1f}" cy="{y(outcome.simulated):.1f}"/>'
+            for outcome in outcomes
         ),
         f'<text x="{LEFT}" y="18">share of useful work: circles are simulated</text>',
         f'<line class="curve daly" x1="{LEFT}" x2="{LEFT + 24}" y1="{HEIGHT - 14}" y2="{HEIGHT - 14}"/>',

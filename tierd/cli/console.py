@@ -54,7 +54,7 @@ def print_report(report: T, *, as_json: bool, text: str | Callable[[T], None]) -
 
 
 def print_note(*lines: str) -> None:
-    """On stderr: warnings, errors and hints."""
+    """Print warnings, errors and hints on stderr."""
     typer.echo("\n".join(map(printable, lines)), err=True)
 
 

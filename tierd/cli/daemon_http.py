@@ -100,7 +100,7 @@ def find_or_none(config: Config, *, is_fresh: bool = False) -> RunningDaemon | N
 
 
 def _address(config: Config) -> str:
-    """Where the daemon listens. With port 0 in the config, only the lock file says which port it got."""
+    """The address where the daemon listens. With port 0 in the config, only the lock file has the port."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         holder = msgspec.json.decode((config.hot_path / layout.LOCK).read_bytes(), type=dict[str, Any])
         if isinstance(address := holder.get("listen"), str):

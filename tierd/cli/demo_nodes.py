@@ -42,7 +42,7 @@ class _Node:
 
     @property
     def config(self) -> Path:
-        """Not on its disk, so that it outlives that."""
+        """The config file, which is not on the node's disk, so that it survives the loss of the disk."""
         return self.folder.with_suffix(".toml")
 
     @property

@@ -60,7 +60,7 @@ class DemoRun:
     # ── processes ──
 
     def _start(self, name: str, *command: str, **environ: str) -> None:
-        """Its output is appended to <name>.log."""
+        """Start a process whose output is appended to <name>.log."""
         with self._log_of(name).open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [*PYTHON, *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={**self._environ, **environ}

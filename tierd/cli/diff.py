@@ -218,7 +218,7 @@ def _described(a: WholeTensor, b: WholeTensor) -> TensorDifference:
 
 
 def _dtype(tensor: WholeTensor) -> str:
-    """With torch's where safetensors has none for it: then the stored elements are compared."""
+    """The dtype, with torch's name if safetensors has no such dtype. Then the stored elements are compared."""
     torch_dtype = tensor.parts[0].entry.torch_dtype
     return f"{torch_dtype} as {tensor.dtype}" if torch_dtype else tensor.dtype
 

@@ -99,7 +99,11 @@ def _print(drills: list[Drill]) -> None:
 def _select(query: CheckpointQuery, tiers: OpenedTiers, *, is_random: bool) -> CheckpointId:
     """A healthy checkpoint of the query's tier."""
     inventory = selectable_replicas(tiers.catalog)
-    healthy = [one for one in inventory.candidates if query.tier in one.tiers and one.is_healthy is not False]
+    healthy = [
+        candidate
+        for candidate in inventory.candidates
+        if query.tier in candidate.tiers and candidate.is_healthy is not False
+    ]
     matching = [one.id for one in healthy if query.matches(one.id, one.milestones)]
     if matching and is_random:
         return random.choice(matching)

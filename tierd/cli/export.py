@@ -212,7 +212,7 @@ def _flat_file(
     shapes = {name: tensor.shape for name, tensor in by_name.items()}
     parameters = flat_file.parameters_of(trees[0], shapes, names, where=where)
     file = flat_file.assemble(by_name, parameters, manifest.step, where=where)
-    held = {tensor.name for tensor in file.tensors} | {each.step for each in parameters}
+    held = {tensor.name for tensor in file.tensors} | {parameter.step for parameter in parameters}
     if left_out := sorted(by_name.keys() - held):
         print_note(f"tierd: not in the flat file: {listed(left_out)}")
     return file

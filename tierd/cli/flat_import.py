@@ -49,7 +49,7 @@ async def open_flat(
         from_file = flat_file.tensors_in(_FLAT, count, parameters, tensors, where=str(path))
         if step != template.step:
             await _check_counts(parameters, tensors, reader, template.step, step, where=str(path))
-            from_file += [whole_in(_STEP, each.step, "F32", (), 0) for each in parameters]
+            from_file += [whole_in(_STEP, parameter.step, "F32", (), 0) for parameter in parameters]
         replaced = {tensor.name: tensor for tensor in from_file}
         _report_taken(tensors.keys() - replaced.keys(), trees, str(template.id))
         lock = asyncio.Lock()

@@ -1,4 +1,4 @@
-"""Which format a file or folder has that `tierd import` gets, from its first bytes and names. Reads no more of it."""
+"""Tells the format of a file or folder for `tierd import` by its first bytes and its names. Reads nothing else."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _BY_SUFFIX = {
     ".pt": ForeignFormat.torch,
     ".pth": ForeignFormat.torch,
     ".ckpt": ForeignFormat.torch,
-}  # of files that are torn
+}  # for files whose first bytes are damaged
 
 
 def format_of(path: Path) -> ForeignFormat:
-    """Raises NotFound, BadConfig where it is not a regular file, and Unsupported for a format that tierd does not read."""
+    """Raises NotFound, BadConfig when it is not a regular file, and Unsupported for a format that tierd does not read."""
     try:
         is_folder = path.is_dir()
     except OSError as error:  # such as a name that is too long
@@ -43,7 +43,7 @@ def format_of(path: Path) -> ForeignFormat:
     if (by_suffix := _BY_SUFFIX.get(path.suffix)) is not None:
         return by_suffix
     raise Unsupported(
-        f"import {path}: it is not a file of torch.save or of safetensors",
+        f"import {path}: it is neither a file of torch.save nor a safetensors file",
         hint="a flat file needs --like; `tierd adopt` takes any file as it is",
     )
 

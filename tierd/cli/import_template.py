@@ -1,4 +1,4 @@
-"""The checkpoint that `tierd import --like` names: what it gives to a file that does not name its parameters."""
+"""Opens the checkpoint of `tierd import --like`: it gives the names of parameters to a file that does not have them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COMPARED = ("model", "optimizer", "ema")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """`trees`: the state tree of each rank. `tensors`: whole, by name."""
+    """`trees`: the state tree of each rank. `tensors`: the whole tensors, by name."""
 
     manifest: Manifest
     reader: VerifiedReader
@@ -39,7 +39,8 @@ class Template:
 async def open_template(
     path: Path, like: CheckpointQuery, tiers: OpenedTiers, config: Config
 ) -> AsyncGenerator[Template, Any]:
-    """`path`: of the file, for errors. The template is read within the block. Raises NotFound, Corrupt, Unsupported."""
+    """`path`: the file to import, for errors. Read the template within the block. Raises NotFound, Corrupt or
+    Unsupported."""
     async with Replicas(like, selectable_replicas(tiers.catalog), tiers.by_name, config) as replicas:
         await replicas.nearest()
         manifest = replicas.manifest
@@ -106,8 +107,8 @@ def _optimizers(template: Template, *, where: str) -> list[_LikeTree]:
 
 
 def check_fits(tree: Mapping[str, Any], tensors: Sequence[WholeTensor], template: Template, *, where: str) -> None:
-    """Raises Unsupported unless model, optimizer and averages have the tensors of the template: names, shapes, dtypes.
-    Says what comes from where."""
+    """Raises Unsupported unless the tensors of model, optimizer and averages have the names, shapes and dtypes of the
+    template. Reports what comes from the template, and what is missing."""
     own = {tensor.name: _form(tensor) for tensor in tensors}
     expected = {name: _form(tensor) for name, tensor in template.tensors.items()}
     checked = tuple(f"{name}." for name in _COMPARED if name in tree)

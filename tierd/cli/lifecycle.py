@@ -65,13 +65,13 @@ def _print_forecast(forecasts: list[Forecast]) -> None:
         ["TIER", "RUN", "EVERY", *numbers],
         [
             [
-                one.tier,
-                one.run,
-                "?" if one.interval_s is None else duration(one.interval_s),
-                *map(gib, (one.held_gib, one.steady_gib, one.growth_gib)),
-                *map(cost, (one.steady_cost, one.growth_cost)),
+                forecast.tier,
+                forecast.run,
+                "?" if forecast.interval_s is None else duration(forecast.interval_s),
+                *map(gib, (forecast.held_gib, forecast.steady_gib, forecast.growth_gib)),
+                *map(cost, (forecast.steady_cost, forecast.growth_cost)),
             ]
-            for one in sorted(forecasts, key=lambda one: one.tier != HOT)
+            for forecast in sorted(forecasts, key=lambda one: one.tier != HOT)
         ],
         right=numbers,
     )

@@ -93,7 +93,7 @@ def _begin(text: str) -> datetime:
 
 
 def _is_after(event: Event, begin: datetime | None) -> bool:
-    """Also True if the event has no time."""
+    """Whether the event is not before `begin`. True if the event has no time."""
     time = None if begin is None else parse_time(event.at)
     return begin is None or time is None or time >= begin
 

@@ -50,7 +50,9 @@ class NodeReplica:
         reasons: list[str] = []
         ranks: list[int] = []
         for holders in self.holders.values():
-            errors = [each.lost for each in holders if each.lost is not None and not isinstance(each.lost, Corrupt)]
+            errors = [
+                holder.lost for holder in holders if holder.lost is not None and not isinstance(holder.lost, Corrupt)
+            ]
             if len(errors) == len(holders):
                 ranks += holders[0].ranks
                 reasons.append(errors[0].message)
@@ -182,7 +184,7 @@ class _Search:
         missing = missing_ranks(found) if found else []
         if missing or not found:
             raise _incomplete(checkpoint, missing, self._reasons)
-        verdicts = {each.healthy for name in parts for each in holders[name]}
+        verdicts = {holder.healthy for name in parts for holder in holders[name]}
         if False in verdicts and not self._query.allow_unhealthy:
             raise Unhealthy(
                 f"restore {checkpoint}: a node has found numbers in it that are not finite",
@@ -206,12 +208,12 @@ class _Search:
         files = {layout.file_key(checkpoint, file.name): name for name, part in parts.items() for file in part.files}
         raw, hot = manifest.encode(), self._hot.store
         joined = {HOT: {key: list(holders[name]) for key, name in files.items()}}
-        if any(len(each) > 1 for each in holders.values()):
+        if any(len(holder) > 1 for holder in holders.values()):
             joined[COPIES] = {key: each[1:] for key, each in joined[HOT].items()}
         replicas = {name: ReadableTier(name, JoinedParts(raw, manifest, each, hot)) for name, each in joined.items()}
         print_note(
             f"tierd: {checkpoint} is read from "
-            + ", ".join(f"{each[0].tier.name} (ranks {ranks_text(each[0].ranks)})" for each in holders.values())
+            + ", ".join(f"{holder[0].tier.name} (ranks {ranks_text(holder[0].ranks)})" for holder in holders.values())
         )
         is_healthy = False if False in verdicts else None if None in verdicts else True
         names = self._milestones(checkpoint, *milestones(parts.values()))

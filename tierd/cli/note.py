@@ -106,7 +106,7 @@ async def notes(
                 by_checkpoint.setdefault(_checkpoint_of(key), []).append(found)
             newest_first = sorted(by_checkpoint, key=lambda checkpoint: checkpoint.recency, reverse=True)
             reports += [_noted(tiers, checkpoint, by_checkpoint[checkpoint]) for checkpoint in newest_first]
-    print_report([each for each in reports if tag is None or tag in each.tags], as_json=json, text=_print)
+    print_report([report for report in reports if tag is None or tag in report.tags], as_json=json, text=_print)
     return code
 
 
@@ -172,9 +172,15 @@ def _print(reports: list[NotedCheckpoint]) -> None:
         print_note("no notes: `tierd note --step STEP TEXT` writes one")
         return
     rows: list[list[str]] = []
-    for each in reports:
-        cells = [each.run, str(each.step), str(each.generation), ",".join(each.tiers) or "deleted", ",".join(each.tags)]
-        rows += [[*cells, note_line(one)] for one in each.notes]
+    for report in reports:
+        cells = [
+            report.run,
+            str(report.step),
+            str(report.generation),
+            ",".join(report.tiers) or "deleted",
+            ",".join(report.tags),
+        ]
+        rows += [[*cells, note_line(one)] for one in report.notes]
     table(["RUN", "STEP", "GEN", "TIERS", "TAGS", "NOTE"], rows, right=("STEP", "GEN"))
 
 

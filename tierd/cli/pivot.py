@@ -88,7 +88,7 @@ async def pivot(
 
 
 def _folder(config: Config, run: Run) -> Path | None:
-    """Where the files of the phase are; None if the config names none."""
+    """The folder with the files of the phase; None if the config names none."""
     sidecars = config.sidecars
     if not sidecars.reset:
         print_note("tierd: [sidecars] reset names no files, so none is archived")
@@ -258,9 +258,9 @@ async def _archive_file(pool: ThreadPool, tiers: OpenedTiers, run: Run, name: st
 
 def _version(stored: list[list[Segment]], state: FileState) -> int:
     """The one that a tier has begun of this file; otherwise a new one."""
-    versions = sorted({each.version for segments in stored for each in segments}, reverse=True)
+    versions = sorted({segment.version for segments in stored for segment in segments}, reverse=True)
     for version in versions:
-        own = [[each for each in segments if each.version == version] for segments in stored]
+        own = [[segment for segment in segments if segment.version == version] for segments in stored]
         if all(len(matching(each, state)) == len(each) for each in own):
             return version
     return max(versions, default=0) + 1

@@ -127,8 +127,8 @@ def _print(report: ReapReport) -> None:
         print_result("nothing to delete" if not report.errors else "nothing was deleted")
         return
     rows = [
-        [each.action, each.tier, each.run, str(each.step), str(each.generation), each.reason]
-        for each in report.deletions
+        [deletion.action, deletion.tier, deletion.run, str(deletion.step), str(deletion.generation), deletion.reason]
+        for deletion in report.deletions
     ]
     table(["ACTION", "TIER", "RUN", "STEP", "GEN", "WHY"], rows, right=("STEP", "GEN"))
     if report.is_dry_run:

@@ -94,8 +94,8 @@ def _print(report: CheckpointReport, noted: NotedCheckpoint) -> None:
     }
     for key, value in lines.items():
         print_result(f"{key:<14}{value}")
-    for each in noted.notes:
-        print_result(f"{'note':<14}{note_line(each)}")
+    for note in noted.notes:
+        print_result(f"{'note':<14}{note_line(note)}")
     for tier, part in ({} if report.parts is UNSET else report.parts).items():
         others = OTHER_PARTS if part.is_adopted is True else NOT_WHOLE
         print_result(f"{f'in {tier}':<14}only {part.whose}: {others}")

@@ -1,6 +1,6 @@
-"""The sidecar files of a run after `tierd restore`: says which ones the tiers have, or writes them at once.
+"""Names the sidecar files of a run after `tierd restore`, or restores them too.
 
-A restore of the checkpoint alone would begin the files of the run anew, so nobody should have to know of them.
+Without them, the resumed run would begin these files anew, and the user may not know that the tiers have them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tierd.format.text import listed
 
 @dataclass(slots=True, kw_only=True)
 class SidecarRestore:
-    """`into`: where to write them; None: only say which there are. `tier`, `place`: what the restore was limited to."""
+    """`into`: where to write the files; None: only name them. `tier`, `place`: what the restore was limited to."""
 
     into: Path | None
     tier: str | None
@@ -31,7 +31,7 @@ class SidecarRestore:
     """Why they were not written, while the checkpoint was restored."""
 
     async def run(self, tiers: OpenedTiers, run: Run, access: Access) -> list[str]:
-        """Their names. Not those that belong to a phase of the run."""
+        """The names of the files, without those that belong to a phase of the run."""
         try:
             stored: Stored = {key: each for key, each in (await stored_sidecars(tiers, [run])).items() if not key[1]}
             self.names = sorted({key[2] for key in stored})
@@ -42,7 +42,7 @@ class SidecarRestore:
         return self.names
 
     def report(self, run: str) -> None:
-        """On stderr: one line, or what was written. Raises the error of `run` if they were asked for."""
+        """Print one line, or the written files, on stderr. Raises the error of `run` if the files were asked for."""
         if self.error is not None and self.into is not None:
             raise self.error
         if self.error is not None:

@@ -267,7 +267,7 @@ def _listed(age_s: float) -> str:
 
 
 def _place_problem(tier: TierReport, error: str) -> str:
-    """Without the hint where the tier cannot be reached: that is below its alarm."""
+    """The problem of the tier, without the hint that its alarm prints."""
     return (
         f"note: {error}"
         if tier.is_known or error == NOT_LISTED_YET
@@ -374,7 +374,7 @@ def _awaited(awaited: NewestPart) -> str:
 
 def _restore_command(run: RunReport, settings: Settings) -> str:
     """The command that restores the newest checkpoint of the run, ready to paste."""
-    newest = max((one for one in run.tiers.values() if one), key=lambda one: (one.generation, one.step))
+    newest = max((tier for tier in run.tiers.values() if tier), key=lambda one: (one.generation, one.step))
     config = ["--config", settings.config_file] if settings.config_file else []
     which = ["--run", run.run, "--step", str(newest.step), "--generation", str(newest.generation)]
     return shlex.join(["tierd", *config, "restore", *which, "--to", f"./restored-{run.run}-{newest.step}"])

@@ -99,7 +99,7 @@ class _TorchProcess:
             raise Corrupt(f"import {self._path}: torch's process sent something else than a reply: {error}") from error
         if reply.error_kind:
             raise from_kind(reply.error_kind, f"import {self._path}: {reply.message}", reply.hint)
-        if unknown := next((each for each in reply.tensors if each.dtype not in DTYPE_BYTES), None):
+        if unknown := next((tensor for tensor in reply.tensors if tensor.dtype not in DTYPE_BYTES), None):
             raise Corrupt(f"import {self._path}: {unknown.name} has the dtype {unknown.dtype}")
         return reply
 

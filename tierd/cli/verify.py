@@ -119,16 +119,16 @@ async def verify(
 
 
 def _print(replicas: list[Verified]) -> None:
-    for one in replicas:
-        for problem in one.problems:
+    for replica in replicas:
+        for problem in replica.problems:
             print_result(f"damaged: {problem}")
-        for name, source in one.repaired.items():
-            print_result(f"repaired: step {one.step} {name} in {one.tier}, from {source}")
-        for why in one.refused:
+        for name, source in replica.repaired.items():
+            print_result(f"repaired: step {replica.step} {name} in {replica.tier}, from {source}")
+        for why in replica.refused:
             print_result(f"not repaired: {why}")
-        if one.unread:
-            print_note(f"tierd: not verified: {one.unread}")
-    whole = [one for one in replicas if one.is_whole]
+        if replica.unread:
+            print_note(f"tierd: not verified: {replica.unread}")
+    whole = [replica for replica in replicas if replica.is_whole]
     counts = Counter(one.how for one in whole)
     proofs = ", ".join(f"{counts[proof.value]} {text}" for proof, text in _PROOFS.items() if counts[proof.value])
     print_result(

@@ -1,4 +1,4 @@
-"""What `tierd doctor` checks of watched folders: whether they can be read, and whether the preset fits the names."""
+"""Checks watched folders for `tierd doctor`: whether they can be read, and whether the preset fits the names."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _variable(keys: tuple[str, ...]) -> str:
 
 SCALARS = {_variable(keys): (keys, kind) for keys, kind in _keys(Config) if get_origin(kind) is not list}
 LISTS = {_variable(keys): ".".join(keys) for keys, kind in _keys(Config) if get_origin(kind) is list}
-"""By the variable that would set it: cold, watch, listen.hosts."""
+"""The keys of lists, such as cold, watch and listen.hosts, by the variable that would set them."""
 
 
 def apply(tree: dict[str, Any], environ: Mapping[str, str]) -> None:

@@ -108,7 +108,7 @@ def load(option: str | None = None, *, environ: Mapping[str, str] = os.environ, 
 
 
 def source_of(option: str | None = None, *, environ: Mapping[str, str] = os.environ, cwd: Path | None = None) -> str:
-    """Where `load` takes the configuration from: the file, and the names of the variables that override its keys."""
+    """Names what `load` reads: the file, and the variables that override its keys."""
     path = find_file(option, environ=environ, cwd=cwd)
     variables = ", ".join(config_environment.overriding(environ))
     return f"{path or 'built-in defaults, no file'}{f', overridden by {variables}' if variables else ''}"
@@ -356,7 +356,7 @@ def _split_url(url: str) -> SplitResult:
 
 
 def _shared_places(config: Config) -> Iterator[_Mistake]:
-    """Of two tiers that share a place, one replica would be counted twice."""
+    """Report tiers that share a place: one replica there would be counted twice."""
     directories = {HOT: config.hot_path}
     buckets: dict[tuple[str, str], str] = {}
     for cold in config.cold:

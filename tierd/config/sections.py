@@ -170,7 +170,7 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of a run over several nodes: what the daemons of other nodes may read here, and which of them has the copies."""
+    """For runs over several nodes: what the daemons of other nodes may read here, and where copies are kept."""
 
     # host:port where this daemon serves its parts of checkpoints; port 0: any free port; empty: nowhere
     listen: str = ""
@@ -250,7 +250,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def directory_timeout_s(self) -> float:
-        """Of one call to a directory."""
+        """The deadline of one call to a directory."""
         return 2 * self.request_timeout_s
 
 
@@ -272,12 +272,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def access(self) -> Access:
-        """Of all that is written."""
+        """Who may access the files and folders that the daemon writes."""
         return access_of(self.security.group)
 
     @property
     def socket_access(self) -> Access:
-        """Of the trainers' socket, and of its folder."""
+        """Who may access the trainers' socket and its folder."""
         return access_of(self.security.trainer_group) if self.security.trainer_group else self.access
 
     @property
@@ -298,12 +298,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def directories(self) -> dict[str, Path]:
-        """Of the tiers that are no buckets, by name; hot first."""
+        """The directories of the tiers that are not buckets, by name; hot first."""
         return {HOT: self.hot_path} | {cold.name: path for cold in self.cold if (path := cold.directory) is not None}
 
     @property
     def own_policies(self) -> dict[str, TierPolicy]:
-        """By name: the policies of the cold tiers that have their own."""
+        """The policies of the cold tiers that have one of their own, by name."""
         return {cold.name: cold.lifecycle for cold in self.cold if cold.lifecycle is not None}
 
     @property
@@ -327,7 +327,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def peers_host(self) -> str:
-        """Where other nodes reach this daemon."""
+        """The host name or address under which other nodes reach this daemon."""
         host = split_address(self.peers.listen)[0]
         is_any = host in ("0.0.0.0", "::")  # noqa: S104
         return self.peers.advertise or (self.daemon.node if is_any else host)

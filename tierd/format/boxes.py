@@ -45,7 +45,7 @@ def common_runs(first: Box, second: Box) -> Iterator[tuple[int, int, int]]:
 
 
 def _position(box: Box, begins: Sequence[int], index: Sequence[int]) -> int:
-    """Of an element, in the C order of the box. `index`: from `begins` on, along the first axes."""
+    """The position of an element in the C order of the box. `index`: from `begins` on, along the first axes."""
     position = 0
     for axis, (offset, size) in enumerate(zip(*box, strict=True)):
         position = position * size + begins[axis] - offset + (index[axis] if axis < len(index) else 0)

@@ -159,7 +159,7 @@ def assemble(
     tensors: Mapping[str, WholeTensor], parameters: Sequence[Parameter], step: int, *, where: str
 ) -> AssembledFile:
     """The flat file of these parameters, to be filled from the shards. Raises Unsupported for what it cannot hold."""
-    ordered = [tensors[getattr(each, which)] for which in ("weight", "m", "v") for each in parameters]
+    ordered = [tensors[getattr(parameter, which)] for which in ("weight", "m", "v") for parameter in parameters]
     for tensor in ordered:
         if tensor.dtype != "F32":
             raise Unsupported(

@@ -62,7 +62,7 @@ def parse_shard(name: str) -> tuple[int, int] | None:
 
 
 def node_file_name(lowest_rank: int, world_size: int) -> str:
-    """Of the file that lists the shards of one node of several."""
+    """The name of the file that lists the shards of one node of several."""
     return f"node-{lowest_rank:05d}-of-{world_size:05d}.json"
 
 
@@ -79,7 +79,7 @@ def node_files(file_names: Iterable[str]) -> list[str]:
 
 
 def part_prefix(node: int) -> str:
-    """Of the names of the files that one node of several has adopted."""
+    """The prefix of the names of the files that one node of several has adopted."""
     return f"part-{node:05d}-"
 
 
@@ -92,7 +92,7 @@ def file_key(checkpoint: CheckpointId, name: str) -> str:
 
 
 def step_prefix(run: Run, step: int) -> str:
-    """Of the keys of all checkpoints of this step, whatever their generation."""
+    """The prefix of the keys of all checkpoints of this step, in any generation."""
     return f"{run}/{step:012d}-g"
 
 
@@ -192,7 +192,7 @@ def is_damaged_copy(file_name: str) -> bool:
 
 
 def generation_prefix(run: Run) -> str:
-    """Of the keys of all generation markers of a run."""
+    """The prefix of the keys of all generation markers of a run."""
     return f"{run}/generation-"
 
 

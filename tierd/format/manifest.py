@@ -106,7 +106,7 @@ class Manifest(Head, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Where it is in a tier."""
+        """The key of the manifest in a tier."""
         return layout.manifest_key(self.id)
 
     @property

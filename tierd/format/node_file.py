@@ -65,7 +65,7 @@ class NodeFile(Manifest, frozen=True, kw_only=True):
 
     @property
     def head_digest(self) -> str:
-        """Of the claim and the head, in hexadecimal: `assemble` takes only parts with the same one."""
+        """A digest of the claim and the head, in hexadecimal: `assemble` takes only parts with the same digest."""
         return hashlib.sha256(msgspec.json.encode((self.claim, self.head))).hexdigest()
 
     @property

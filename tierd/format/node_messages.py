@@ -52,13 +52,13 @@ class FindElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Everywhere(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the lowest rank of a node: `step` is the newest snapshot that is safe on every node, see FORMAT.md."""
+    """Sent by the lowest rank of a node: `step` is the newest snapshot that is safe on every node, see FORMAT.md."""
 
     step: int
 
 
 class Partner(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the lowest rank of a node: the daemon is to copy the parts of another node, until the next Partner of the
+    """Sent by the lowest rank of a node: the daemon must copy the parts of another node, until the next Partner of the
     run. `node_file`: the name of that node's node files. `lifecycle`: as of that node's Welcome. Answered by Copied
     after each copy."""
 
@@ -68,7 +68,7 @@ class Partner(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the lowest rank of a node: the list of all nodes. One descriptor: a sealed memfd with NodeAddress as
+    """Sent by the lowest rank of a node: the list of all nodes. One descriptor: a sealed memfd with NodeAddress as
     JSON."""
 
 

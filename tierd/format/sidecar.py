@@ -66,12 +66,12 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def segment_prefix(run: Run, phase: str = "") -> str:
-    """Of the keys of the segments of a phase, or of the files that belong to all of the run."""
+    """The prefix of the keys of a phase's segments, or of the segments of files that belong to the whole run."""
     return f"{run}/{_FOLDER}-{phase}/" if phase else f"{run}/{_FOLDER}/"
 
 
 def all_segments_prefix(run: Run) -> str:
-    """Of the keys of all segments of the run, and of nothing else that tierd writes."""
+    """The prefix of the keys of all segments of the run, and of nothing else that tierd writes."""
     return f"{run}/{_FOLDER}"
 
 

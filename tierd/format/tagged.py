@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a decoded value goes: its path in the state, and the value that is there now."""
+    """The place of a decoded value: its path in the state, and the value that is there now."""
 
     path: str
     live: object

@@ -172,7 +172,7 @@ class Report(_Message, frozen=True, kw_only=True):
 
 
 class Stepped(_Message, frozen=True, kw_only=True):
-    """From the lowest rank of a node, once per `Welcome.report_s`: the median step time, without calls of tierd."""
+    """Sent by the lowest rank of a node once per `Welcome.report_s`: the median step time, without calls of tierd."""
 
     seconds: float
 

@@ -143,7 +143,7 @@ COUNTS: dict[str, Callable[[memoryview], tuple[int, int]]] = {
     "F8_E4M3FNUZ": _count_fnuz,
     "F8_E5M2FNUZ": _count_fnuz,
 }
-"""By safetensors dtype: a function that returns (NaN, Inf) counts of a block of whole elements."""
+"""A function for each safetensors dtype that returns the (NaN, Inf) counts of a block of whole elements."""
 
 
 if __name__ == "__main__":

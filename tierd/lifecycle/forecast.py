@@ -1,8 +1,8 @@
-"""Forecasts what the lifecycle of a run will hold in each tier, and what that costs, if the run continues at its pace.
+"""Forecasts what the lifecycle will keep of a run in each tier, what that costs, and when a disk will be full.
 
-Pure: sizes, times and steps come from manifests; the policy itself judges checkpoints that do not exist yet. The rules
-that drop some reach a limit; those that keep forever (every n-th, every n steps, milestones) grow each month. Also
-when a disk will be full.
+Pure. The run is assumed to continue at its pace. Sizes, times and steps come from manifests, and the policy itself
+judges simulated checkpoints. What rules such as keep_last keep reaches a limit; what is kept forever (every n-th,
+every n steps, milestones) grows each month.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tierd.lifecycle.policy import CheckpointView, by_run, kept, kept_forever
 GIB = 1 << 30
 MONTH_S = 30 * 86400.0
 FULL_SOON_S = 6 * MONTH_S  # a disk that lasts longer is large enough
-_BISECTIONS = 10  # to 2 %
-_GOES_ON_INTERVALS = 3.0  # a run whose newest checkpoint is older has ended, or pauses
-_PACE_INTERVALS = 9  # a new cadence is the pace after five, and four pauses are ignored
-SIMULATED_MAX = 20_000  # checkpoints: one for each hour of two years; the daemon's event loop waits meanwhile
+_BISECTIONS = 10  # the result is exact to 2 %
+_GOES_ON_INTERVALS = 3.0  # a run whose newest checkpoint is older than so many intervals has ended, or pauses
+_PACE_INTERVALS = 9  # of their median, a new cadence is the pace after five intervals, and four pauses are ignored
+SIMULATED_MAX = 20_000  # checkpoints: one for each hour of two years; /api/v1/lifecycle computes it on the event loop
 _PERIODS_S = {"keep_hourly": 3600.0, "keep_daily": 86400.0, "keep_weekly": 7 * 86400.0}
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one run in one tier. None where it is unknown: there is no interval without two checkpoints of one generation,
-    and no cost without a price. `steady_gib`: when the rules that forget are full, with what is kept forever so far;
-    `growth_gib`: what each month of 30 days adds forever. Costs are per month, in the currency of the price."""
+    """The forecast for one run in one tier. None where a value is unknown: the interval needs two checkpoints of one
+    generation, and a cost needs a price. `steady_gib`: the limit of the rules that drop checkpoints, and what is kept
+    forever so far; `growth_gib`: what each month of 30 days adds. Costs are per month, in the currency of the price."""
 
     run: str
     tier: str
@@ -53,8 +53,8 @@ def forecast(
     cold: Mapping[str, float],
     own: Mapping[str, TierPolicy],
 ) -> list[Forecast]:
-    """By run and tier. `sizes`: bytes of each checkpoint. `cold`: each cold tier's price per GiB and month, 0 if it is
-    unknown. `own`: as for `explain`."""
+    """The forecasts by run and tier. `sizes`: the bytes of each checkpoint. `cold`: each cold tier's price per GiB and
+    month, 0 if it is unknown. `own`: as for `explain`."""
     policies = rules_by_tier(policy, cold=cold, own=own)
     forecasts: list[Forecast] = []
     for run, checkpoints_of_run in by_run(checkpoints):
@@ -86,15 +86,15 @@ def forecast(
 def rules_by_tier(
     policy: LifecycleConfig, *, cold: Iterable[str], own: Mapping[str, TierPolicy]
 ) -> dict[str, list[TierPolicy]]:
-    """What each tier holds. Without a cold tier, hot also holds what cold would."""
+    """The rules of each tier. Without a cold tier, those of cold also hold for hot."""
     names = list(cold)
     rules = {HOT: [policy.hot] if names else [policy.hot, policy.cold]}
     return rules | {name: [own.get(name, policy.cold)] for name in names}
 
 
 class RunInTier(msgspec.Struct, frozen=True, kw_only=True):
-    """One run in one tier. `views`: all its checkpoints, oldest first; `sizes`: bytes of those that the
-    tier holds, and of the newest; `rules`: what the tier keeps."""
+    """One run in one tier. `views`: all checkpoints of the run, oldest first. `sizes`: the bytes of those that the tier
+    has, and of the newest. `rules`: what the tier keeps."""
 
     tier: str
     views: Sequence[CheckpointView]
@@ -111,8 +111,8 @@ class RunInTier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def full_in_s(runs: Sequence[RunInTier], free_bytes: float) -> float | None:
-    """In how many seconds what the tiers of one disk keep of these runs needs `free_bytes` more than they hold now, if
-    each run continues at its pace. Infinite: not within FULL_SOON_S. None: a run has shown no pace yet."""
+    """The seconds until the tiers of one disk need `free_bytes` more for these runs than now. Infinite if that is later
+    than FULL_SOON_S. None if a run has no pace yet."""
     growths: list[tuple[RunInTier, CheckpointPace, float]] = []
     for run in runs:
         pace = pace_of(run.views)
@@ -136,14 +136,14 @@ def full_in_s(runs: Sequence[RunInTier], free_bytes: float) -> float | None:
 
 
 def _grown_bytes(run: RunInTier, pace: CheckpointPace, after_s: float, *, forever_per_s: float) -> float:
-    """How many bytes more the tier holds of the run then."""
+    """By how many bytes the tier has more of the run after `after_s`."""
     there, count = [view for view in run.views if run.tier in view.tiers], int(after_s / pace.interval_s)
     last = max(1, *(rule.keep_last for rule in run.rules))
     coming = _coming(run.views, run.rules, pace, count)
     held = {view.id for view in there if any(kept_forever(view, rule) for rule in run.rules)}
     for rule in map(_forgetting, run.rules):
         held |= kept([*there, *coming], msgspec.structs.replace(rule, keep_last=0)).keys()
-        if rule.keep_last > count:  # so many of the newest are kept beside those that come
+        if rule.keep_last > count:  # keep_last still keeps some that are there now
             held |= kept(there, msgspec.structs.replace(rule, keep_last=rule.keep_last - count)).keys()
     older = sum(view.id in held for view in coming if view.sequence <= run.views[-1].sequence + count - last)
     grown_bytes = -sum(run.sizes[view.id] for view in there if view.id not in held)
@@ -153,8 +153,7 @@ def _grown_bytes(run: RunInTier, pace: CheckpointPace, after_s: float, *, foreve
 def _coming(
     views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: CheckpointPace, count: int
 ) -> list[CheckpointView]:
-    """The last of the next `count` checkpoints, and of the others, at most one per hour, those that rules by time may
-    keep."""
+    """The last of the next `count` checkpoints. If a rule keeps by time, also the others, at most one per hour."""
     newest = views[-1]
     newest_at = max(view.created_at for view in views if view.created_at is not None)
     is_by_time = any(getattr(rule, key) for rule in rules for key in _PERIODS_S)
@@ -171,7 +170,7 @@ def _forgetting(rule: TierPolicy) -> TierPolicy:
 
 
 class CheckpointPace(msgspec.Struct, frozen=True):
-    """From one checkpoint to the next."""
+    """The time and the steps from one checkpoint of a run to the next."""
 
     interval_s: float
     steps: int
@@ -183,12 +182,13 @@ def goes_on(views: Sequence[CheckpointView], now: datetime) -> bool:
     if pace is None:
         return False
     newest_at = next(view.created_at for view in reversed(views) if view.created_at is not None)
-    # A time far in the future is that of a wrong clock: until it comes, the run would seem to go on.
+    # A time in the future comes from a wrong clock: until that time, the run would seem to go on.
     return abs((now - newest_at).total_seconds()) <= _GOES_ON_INTERVALS * pace.interval_s
 
 
 def pace_of(views: Sequence[CheckpointView]) -> CheckpointPace | None:
-    """That of the newest, by sequence, which also counts deleted ones. The median ignores pauses of the training."""
+    """The pace of the newest checkpoints. Differences of the sequence count deleted ones too; the median ignores pauses
+    of the training."""
     intervals_s: list[float] = []
     steps: list[float] = []
     for view, following in pairwise(views):
@@ -205,8 +205,8 @@ def pace_of(views: Sequence[CheckpointView]) -> CheckpointPace | None:
 
 
 def _steady_count(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: CheckpointPace) -> int:
-    """How many checkpoints are held late in a long training. What both kinds of rules select is counted twice, so the
-    true count may be slightly lower."""
+    """How many checkpoints are kept late in a long training. Checkpoints that two kinds of rules keep count twice, so
+    the true number may be slightly lower."""
     forgetting = [msgspec.structs.replace(_forgetting(rule), keep_best=0) for rule in rules]
     past = _past(views, forgetting, pace)
     kept_past = set[CheckpointId]().union(*(kept(past, rule) for rule in forgetting))
@@ -220,8 +220,8 @@ def _steady_count(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], 
 
 
 def _past(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: CheckpointPace) -> list[CheckpointView]:
-    """Simulated checkpoints before the newest, at this pace: all that the rules can keep, at most one per hour beyond
-    `keep_last`."""
+    """Simulated checkpoints before the newest, at this pace: all those that the rules can keep, beyond `keep_last` at
+    most one per hour."""
     newest = views[-1]
     newest_at = max(view.created_at for view in views if view.created_at is not None)
     last = max(rule.keep_last for rule in rules)
@@ -251,7 +251,7 @@ def _simulated(newest: CheckpointView, sequence: int, step: int, created_at: dat
 
 
 def _growth_count(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: CheckpointPace) -> float:
-    """How many of a month's checkpoints are kept forever."""
+    """How many of the checkpoints of a month are kept forever."""
     newest = views[-1]
     count_max = SIMULATED_MAX // 2 if any(rule.keep_every or rule.keep_every_steps for rule in rules) else 1
     future = (

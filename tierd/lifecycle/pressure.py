@@ -50,7 +50,7 @@ def _is_spare(tiers: Mapping[str, Decision], cold: Collection[str]) -> bool:
 
 
 def _oldest_first(checkpoints: Iterable[CheckpointId]) -> list[CheckpointId]:
-    """Those with the most newer ones of their run come first: each run keeps its newest for as long as possible."""
+    """Checkpoints with the most newer ones of their run first: each run keeps its newest for as long as possible."""
     runs: dict[Run, list[CheckpointId]] = defaultdict(list)
     for checkpoint in checkpoints:
         runs[checkpoint.run].append(checkpoint)

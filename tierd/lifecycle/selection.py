@@ -196,7 +196,7 @@ def with_run(query: CheckpointQuery, runs: Iterable[Run]) -> CheckpointQuery:
 
 
 def _newer_format(replica: UnreadableReplica) -> NewerFormat:
-    """Only a person may choose a checkpoint older than one that a later tierd wrote."""
+    """The error for a checkpoint that a later tierd wrote. Only a person may choose an older one instead."""
     return NewerFormat(
         f"select {replica.id}: a later tierd wrote it: {replica.reason}",
         hint="upgrade tierd, or name an older step (--step; in a trainer, resume=) to go back on purpose",

@@ -83,7 +83,7 @@ class RunOutcomes:
         self._runs.pop(run, None)
 
     def all_ranks(self) -> list[tuple[Run, Generation, list[Rank]]]:
-        """Of each run the ranks that are connected, or else those that were. None of a run that was restored."""
+        """The connected ranks of each run, or those that were connected last; no ranks for a run that was restored."""
         return [(run, ranks.generation, sorted(ranks.present or ranks.outcomes)) for run, ranks in self._runs.items()]
 
     def is_in_good_order(self, run: Run, world_size: int) -> bool:

@@ -88,7 +88,7 @@ class SnapshotSet:
 
     @property
     def is_unhealthy(self) -> bool:
-        """Of a complete set: an examination has found it so, or the training says so."""
+        """Whether the examination of a complete set, or the training, says that its numbers are bad."""
         return self.is_healthy is False or self.is_reported_unhealthy
 
     def make_manifest(self, *, sequence: int) -> Manifest:

@@ -6,8 +6,9 @@ A request is attempted a few times here. When that fails, the worker that made i
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ from tierd.s3.dialect import NO_EXTRAS, Dialect, Extra, Extras
 from tierd.s3.errors import ABSENT_OR_DENIED, Trouble, code_of, retry_after_s, trouble_of
 from tierd.tiers.pool import Buffers, ThreadPool
 from tierd.tiers.rate_limit import Bandwidth, UploadWindow
-from tierd.tiers.store import check_key
+from tierd.tiers.store import StoredObject, check_key
 
 ATTEMPTS = 3
 RETRY_MIN_S, RETRY_MAX_S = 0.2, 20.0  # pauses between attempts; the maximum also where the server asks for more
@@ -49,7 +50,7 @@ DOCTOR_ACTIONS = {
     "get_bucket_versioning": "s3:GetBucketVersioning",
     "get_object_lock_configuration": "s3:GetBucketObjectLockConfiguration",
 }
-"""Only for `tierd doctor`, which reports what it may not read and continues."""
+"""For `tierd doctor` alone, which reports what it may not read and continues."""
 
 ACTIONS = NEEDED_ACTIONS | DOCTOR_ACTIONS
 
@@ -91,6 +92,25 @@ class S3Requests:
     def addressed(self, verb: str, key: str) -> tuple[str, str]:
         """(what a request does, for messages; the key of its object)."""
         return f"{verb} {key} in {self.name} ({self.url})", self.prefix + check_key(key)
+
+    async def list_pages(self, action: str, prefix: str) -> AsyncGenerator[list[StoredObject]]:
+        """The objects whose keys begin with `prefix`, one page of the server at a time. All keys are relative to the
+        prefix of the tier's URL."""
+        after: dict[str, Any] = {}
+        while True:
+            page = await self.request("list_objects_v2", action, Prefix=self.prefix + prefix, **after)
+            yield [
+                StoredObject(
+                    listed["Key"].removeprefix(self.prefix),
+                    listed["Size"],
+                    listed.get("ETag", ""),
+                    listed["LastModified"].timestamp() if "LastModified" in listed else math.inf,
+                )
+                for listed in page.get("Contents", ())
+            ]
+            if not page.get("IsTruncated"):
+                return
+            after = {"ContinuationToken": page["NextContinuationToken"]}
 
     async def request(
         self,

@@ -7,7 +7,6 @@ checks by itself: it relies only on what the server's answers say.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -208,22 +207,14 @@ class S3Store:
         return whole_checksum(await self._existing(object_key, action))
 
     async def list(self, prefix: str = "", *, until: str = "") -> list[StoredObject]:
-        action = f"list {self.url} in {self.requests.name}"
         objects: list[StoredObject] = []
-        after: dict[str, Any] = {}
-        while True:
-            prefixed = self.requests.prefix + prefix
-            page = await self.requests.request("list_objects_v2", action, Prefix=prefixed, **after)
-            keys = [listed["Key"].removeprefix(self.requests.prefix) for listed in page.get("Contents", ())]
-            for key, listed in zip(keys, page.get("Contents", ()), strict=True):
-                if is_key(key):
-                    written_at_s = listed["LastModified"].timestamp() if "LastModified" in listed else math.inf
-                    objects.append(StoredObject(key, listed["Size"], listed.get("ETag", ""), written_at_s))
+        async for page in self.requests.list_pages(f"list {self.url} in {self.requests.name}", prefix):
+            objects += [listed for listed in page if is_key(listed.key)]
+            keys = [listed.key for listed in page]
             # Directory buckets of S3 list in no order.
-            is_past = bool(until and keys) and keys[-1] > until and keys == sorted(keys)
-            if is_past or not page.get("IsTruncated"):
-                return objects
-            after = {"ContinuationToken": page["NextContinuationToken"]}
+            if until and keys and keys[-1] > until and keys == sorted(keys):
+                break
+        return objects
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -59,7 +59,7 @@ class UnfinishedUpload:
 
 
 async def unfinished_uploads(requests: S3Requests, prefix: str, action: str) -> list[UnfinishedUpload]:
-    """Those for object keys that begin with `prefix`; none where the server does not support listing them."""
+    """The unfinished uploads to keys that begin with `prefix`; none if the server cannot list them."""
     uploads: list[UnfinishedUpload] = []
     after: dict[str, Any] = {}
     while True:
@@ -215,7 +215,7 @@ class Upload:
         return checksum.encode(checksum.combine(zip(sums, (size for _, size in chunks), strict=True)))
 
     def _is_proof(self, answer: Answer) -> bool:
-        """Only where the server names the type of its checksum: some servers repeat what they were sent."""
+        """Whether the answer proves the checksum. It does only if it names the type: some servers repeat what was sent."""
         return answer.get("ChecksumType") == "FULL_OBJECT" and whole_checksum(answer) == self.entry.crc64nvme
 
     # ── continuing an interrupted upload ──
@@ -241,7 +241,7 @@ class Upload:
         return created["UploadId"], {}
 
     async def _list_parts(self, upload_id: str) -> dict[int, Answer] | None:
-        """By number; None when the upload is gone, or has another checksum algorithm."""
+        """The parts by number; None when the upload is gone, or has another checksum algorithm."""
         parts: dict[int, Answer] = {}
         listing: dict[str, Any] = {"Key": self.object_key, "UploadId": upload_id}
         while True:

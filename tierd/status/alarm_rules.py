@@ -78,7 +78,9 @@ _STALE = "TierdStaleSnapshots", CRITICAL, "stale-snapshots", "tierd ls"
 
 def alarms(status: StatusReport, now: datetime) -> list[Alarm]:
     """Critical ones first."""
-    recent = [each for each in status.failures if _age_s(each, now) < RECENT_S and not _is_over(each, status, now)]
+    recent = [
+        failure for failure in status.failures if _age_s(failure, now) < RECENT_S and not _is_over(failure, status, now)
+    ]
     unreachable = {tier.name for tier in status.tiers if not tier.is_known}
     found = [
         *_of_daemon(status),
@@ -163,7 +165,7 @@ def _of_failures(status: StatusReport, recent: list[FailureReport]) -> Iterator[
 
 
 def _df(status: StatusReport, failure: FailureReport) -> str:
-    """Of the tier that is full, if the failure names it."""
+    """The command `df`, of the tier that is full if the failure names it."""
     paths = [str(tier.directory) for tier in status.tiers if tier.directory is not None]
     named = [path for path in paths if path in failure.message]
     return f"df -h {shlex.quote(named[0])}" if named else "df -h"
@@ -294,7 +296,7 @@ def _without_commit_s(run: RunReport) -> float:
 
 def _is_unhealthy(run: RunReport) -> bool:
     """Whether no healthy checkpoint is newer than the newest unhealthy one."""
-    newest = max((each.step for each in run.tiers.values() if each is not None), default=-1)
+    newest = max((tier.step for tier in run.tiers.values() if tier is not None), default=-1)
     return bool(run.unhealthy_steps) and run.unhealthy_steps[-1] > newest
 
 
@@ -318,7 +320,7 @@ def _of_nodes(run: RunReport) -> Iterator[Alarm]:
 
 
 def _restart(run: RunReport) -> str:
-    """Where a restart would begin. After a halt, a person decides first."""
+    """The point where a restart would continue. After a halt, a person decides first."""
     begins = next((risk for risk in run.at_risk if risk.lost == "trainers" and risk.tier is not None), None)
     if begins is None or run.state == "halted":
         return ""
@@ -327,8 +329,8 @@ def _restart(run: RunReport) -> str:
 
 def _why_silent(processes: list[HolderReport]) -> tuple[str, str]:
     """What its processes wait for, if that is known, and the command."""
-    stopped = [each.pid for each in processes if each.is_stopped]
-    waiting = [each.pid for each in processes if each.state == "D"]
+    stopped = [process.pid for process in processes if process.is_stopped]
+    waiting = [process.pid for process in processes if process.state == "D"]
     shown = " ".join(map(str, (stopped or waiting)[:PIDS_MAX]))
     if stopped:
         return f"; process {shown} is stopped, by SIGSTOP or a debugger", f"kill -CONT {shown}"

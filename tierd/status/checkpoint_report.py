@@ -105,7 +105,7 @@ def parts_of(catalog: Catalog, checkpoint: CheckpointId, in_memory: Manifest | N
 
 
 async def read_diagnosis(entry: Entry, tiers: Mapping[str, ReadableTier]) -> Diagnosis | None:
-    """From the health marker of one replica; None if the checkpoint was not examined."""
+    """The diagnosis in the health marker of one replica; None if the checkpoint was not examined."""
     if not entry.diagnoses:
         return None
     tier, is_healthy = min(entry.diagnoses.items(), key=lambda marker: marker[1])  # the worst counts

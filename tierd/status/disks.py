@@ -1,4 +1,4 @@
-"""What the stores of the tiers say about their disks, for the status: free space, and what is lost with hot's disk."""
+"""Asks the stores of the tiers about their disks, for the status: free space, and which tiers are lost with hot's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tierd.tiers.tier import Tier
 
 
 async def free_bytes(tier: Tier) -> int | None:
-    """None where there is no limit, or no answer."""
+    """None if the tier has no limit or does not answer."""
     try:
         return await tier.store.free_bytes()
     except TierdError:
@@ -18,7 +18,7 @@ async def free_bytes(tier: Tier) -> int | None:
 
 
 async def on_disk_of(hot: Tier, colds: Iterable[Tier]) -> set[str]:
-    """The names of the cold tiers that are lost with hot's disk. One that does not answer is on another disk."""
+    """The names of the cold tiers on the disk of hot. A tier that does not answer counts as one on another disk."""
 
     async def disk(tier: Tier) -> int | None:
         try:

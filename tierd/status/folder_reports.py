@@ -1,4 +1,4 @@
-"""The part of the status that is about folders outside of the tiers, in which a training writes."""
+"""Reports for the status about folders outside the tiers in which a training writes: watched folders and sidecars."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import msgspec
 
 class WatchReport(msgspec.Struct, kw_only=True):
     """A folder whose checkpoints are adopted. `polled_because`: empty where inotify reports changes. `holder`: the node
-    whose daemon adopts; empty: this one. `adopted`: since the daemon's start. `pending`: complete ones that are not
-    adopted yet. `waiting`: why others are not complete. `notes`: what else was seen, and what was missed. `problems`:
-    what keeps something from being adopted. `nodes`: how many nodes adopt one checkpoint together, each from a folder
-    of its own; `node`: which this is."""
+    whose daemon adopts; empty: this one. `adopted`: the number since the daemon's start. `pending`: the number that is
+    complete and not adopted yet. `waiting`: why others are not complete. `notes`: other entries, and checkpoints that
+    were missed. `problems`: what prevents an adoption. `nodes`: how many nodes adopt one checkpoint together, each from
+    a folder of its own; `node`: the number of this one."""
 
     path: str
     run: str
@@ -29,9 +29,8 @@ class WatchReport(msgspec.Struct, kw_only=True):
 
 
 class SidecarReport(msgspec.Struct, kw_only=True):
-    """The files of `sidecars.keep`. `behind_s`: how long the oldest change of one waits to be in all tiers.
-    `rewritten`: how often the past of a file has changed since the daemon's start, by its name. `problems`: what keeps
-    something from being copied."""
+    """The files of `sidecars.keep`. `behind_s`: the age of the oldest change that a tier may lack. `rewritten`: by file,
+    how often its copied bytes have changed since the daemon's start. `problems`: what prevents a copy."""
 
     path: str
     run: str

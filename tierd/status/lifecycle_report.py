@@ -1,4 +1,4 @@
-"""What `tierd lifecycle` prints: what the policy would do with each checkpoint now, and a forecast."""
+"""The report of `tierd lifecycle`: what the policy would do with each checkpoint now, and a forecast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierd.lifecycle.policy import Action
 
 
 class PlannedAction(msgspec.Struct, kw_only=True):
-    """What becomes of one checkpoint in one tier. `action`: keep, replicate, wait, evict or expire."""
+    """The decision on one checkpoint in one tier. `action`: keep, replicate, wait, evict or expire."""
 
     run: str
     step: int
@@ -35,8 +35,18 @@ class LifecycleReport(msgspec.Struct, kw_only=True):
 def lifecycle_report(
     catalog: Catalog, config: Config, run: Run | None = None, *, is_explained: bool = False
 ) -> LifecycleReport:
-    """What the lifecycle would do now; `is_explained`: also what it keeps, and why."""
-    planned = [
+    """The planned actions and the forecast."""
+    return LifecycleReport(
+        planned=planned_actions(catalog, config, run, is_explained=is_explained),
+        forecast=[forecast for forecast in forecasts(catalog, config) if run in (None, forecast.run)],
+    )
+
+
+def planned_actions(
+    catalog: Catalog, config: Config, run: Run | None = None, *, is_explained: bool
+) -> list[PlannedAction]:
+    """What the lifecycle would do now. `is_explained`: also what it keeps, and why."""
+    return [
         PlannedAction(
             **msgspec.to_builtins(decision.checkpoint),
             tier=decision.tier,
@@ -46,6 +56,3 @@ def lifecycle_report(
         for decision in decisions(catalog, config)
         if run in (None, decision.checkpoint.run) and (is_explained or decision.action is not Action.KEEP)
     ]
-    return LifecycleReport(
-        planned=planned, forecast=[one for one in forecasts(catalog, config) if run in (None, one.run)]
-    )

@@ -1,7 +1,7 @@
-"""Bounds the log: of lines that repeat, it shows the first ones of each period and counts the others.
+"""Bounds the log: of repeated lines, the first ones of each period are written and the others are counted.
 
-What one statement writes again and again is limited, so no peer can fill the disk by what it makes the daemon complain
-about. A warning that is repeated word for word is one line, so a tier that fails does not hide the other lines.
+The lines of one log statement are limited, so no peer can fill the disk by provoking the same warning. A warning that
+is repeated word for word is written once, so a tier that fails does not hide other lines.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 LINES_MAX = 100
 PERIOD_S = 10.0
-REPEATED_MAX = 64  # warnings of which a repetition is noticed: the last ones
+REPEATED_MAX = 64  # the last warnings, whose repetition is recognised
 
 _Statement = tuple[str, int, str]
 

@@ -1,6 +1,6 @@
-"""What a status report says of the near future, in sentences: for `tierd status` and the first page.
+"""Sentences about the near future, from a status report: for `tierd status` and the first status page.
 
-Nothing is said where all is well, nor what an alarm says already.
+There is none for a tier that has enough space and bandwidth, or whose problem an alarm reports already.
 """
 
 from __future__ import annotations

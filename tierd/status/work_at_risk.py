@@ -1,8 +1,8 @@
-"""How much work of a run is lost if its trainers, its node or its region are lost now, and what the restart costs.
+"""Computes how much work of a run is lost if its trainers, its node or its region are lost now, and the restore time.
 
-Pure. What survives: the loss of the trainers leaves every tier; the loss of the node leaves the cold tiers that are not
-on hot's disk and, over several nodes, the copy on another node; the loss of the region leaves those cold tiers but the
-one that is ahead, because nothing says which of them is in the region.
+Pure. After the loss of the trainers every tier is left. After the loss of the node the cold tiers are left that are not
+on hot's disk, and the copy on another node. After the loss of the region these cold tiers are left without the newest
+of them, because tierd does not know which of them is in the region.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MEMORY_AND_DISK = (MEMORY, HOT, "all nodes")  # lost with the node
 
 
 class RestartPoint(NamedTuple):
-    """The newest checkpoint that a tier has: what a restart would begin with."""
+    """The newest checkpoint in a tier, from which a restart would continue."""
 
     generation: int
     step: int
@@ -26,9 +26,9 @@ class RestartPoint(NamedTuple):
 
 
 class RiskReport(msgspec.Struct, kw_only=True):
-    """`lost`: trainers, node or region. `tier`, `step`: where a restart would begin; None: nowhere, all work is lost.
-    `seconds`: of training that would be lost, `gpu_seconds` times the ranks, `steps` as far as they are known.
-    `restore_s`: what a restore from that tier took so far, by the mean; None: none was measured."""
+    """`lost`: trainers, node or region. `tier`, `step`: from where a restart would continue; None: all work is lost.
+    `seconds`: the training time that would be lost; `gpu_seconds`: times the ranks; `steps`: as far as they are known.
+    `restore_s`: the mean time of restores from that tier; None if none was measured."""
 
     lost: str
     tier: str | None = None
@@ -50,10 +50,10 @@ def work_at_risk(
     started_s: float | None = None,
     silent_s: float = 0.0,
 ) -> list[RiskReport]:
-    """`sources`: of the tiers that have one, nearest first; PEER is the copy on another node. `step_s`: how long a step
-    takes. `restore_s`: measured, by tier. `on_hot_disk`: the cold tiers there. `started_s`: how long ago this start of
-    the trainers began, where it has saved nothing yet: before it, no work was done after the newest checkpoint.
-    `silent_s`: for how long the trainers have hung, probably. Empty without a checkpoint."""
+    """Empty if there is no checkpoint. `sources`: by tier, nearest first; PEER is the copy on another node. `step_s`:
+    the time of a step. `restore_s`: measured, by tier. `on_hot_disk`: the cold tiers on the disk of hot. `started_s`:
+    the age of this start of the trainers if it has saved nothing yet: work before it is in the newest checkpoint or
+    lost already. `silent_s`: how long the trainers have probably hung."""
     if not sources:
         return []
     newest = max(sources.values(), key=lambda source: source[:2])
@@ -66,7 +66,7 @@ def work_at_risk(
     survivors = {"trainers": list(sources), "node": off_node, "region": [tier for tier in cold if tier != ahead]}
 
     def work_after(source: RestartPoint) -> float | None:
-        """In seconds. What the run has rested between two checkpoints counts as work: nothing says how long it was."""
+        """In seconds. A pause of the run between two checkpoints counts as work, because its length is not known."""
         if source[:2] == newest[:2]:
             return since_newest_s
         if source.age_s is None or newest.age_s is None or since_newest_s is None:

@@ -23,7 +23,7 @@ READS_IN_FLIGHT = 4
 
 
 class ChunkSum(NamedTuple):
-    """Of one chunk. `digest` or `crc64nvme` is empty where it is not computed, but never both."""
+    """The checksums of one chunk. `digest` or `crc64nvme` is empty if it is not computed, but never both."""
 
     crc64nvme: str
     digest: str

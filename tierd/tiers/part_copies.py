@@ -69,7 +69,7 @@ class PartCopies:
         return {checkpoint.run for checkpoint in (*self._parts, *self.unreadable)}
 
     def sizes(self, run: Run) -> dict[CheckpointId, int]:
-        """In bytes, of all copies of the run, readable or not, newest first."""
+        """The sizes in bytes of all copies of the run, readable or not, newest first."""
         found = {part.id: part.size_bytes for part in self._parts.values()} | self.unreadable
         ids = sorted((each for each in found if each.run == run), key=lambda each: each.recency, reverse=True)
         return {checkpoint: found[checkpoint] for checkpoint in ids}
@@ -85,7 +85,7 @@ class PartCopies:
         return self._peers.get(checkpoint)
 
     async def commit(self, part: NodeFile, raw: bytes, *, peer: PeerAddress | None) -> None:
-        """Its shards are there and durable. `raw`: the node file. `peer`: the daemon whose part it is."""
+        """Commit a copy whose shards are durable. `raw`: the node file. `peer`: the daemon whose part it is."""
         await self.tier.commit(part, raw=raw)
         self._parts[part.id] = part
         if peer is not None:
@@ -97,7 +97,7 @@ class PartCopies:
         self.unreadable[part.id] = part.size_bytes
 
     async def delete(self, checkpoint: CheckpointId) -> None:
-        """Also of one that is not complete. Raises as `Store.delete`."""
+        """Delete a copy, even an incomplete one. Raises as `Store.delete`."""
         self._parts.pop(checkpoint, None)
         self._peers.pop(checkpoint, None)
         self.unreadable.pop(checkpoint, None)

@@ -143,7 +143,7 @@ class ThreadPool:
 
 
 async def _wait(call: asyncio.Task[Any], deadline_s: float) -> None:
-    """Until the call ends or the deadline passes. Being cancelled does not cancel the call."""
+    """Wait until the call ends or the deadline passes. Cancelling the wait does not cancel the call."""
     is_endless = deadline_s == math.inf
     await asyncio.wait([call], timeout=None if is_endless else deadline_s - asyncio.get_running_loop().time())
 

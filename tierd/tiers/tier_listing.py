@@ -60,11 +60,11 @@ class Listing:
         return [rank for rank, _ in sent], sent[0][1], is_adopted
 
     def milestones(self, checkpoint: CheckpointId) -> frozenset[str]:
-        """Those that this tier alone gives it."""
+        """The milestones that this tier has for the checkpoint."""
         return layout.milestones_of(self.files.get(checkpoint, ()))
 
     def marks(self, checkpoint: CheckpointId) -> frozenset[str]:
-        """Of milestones and their removals, as `layout.mark_of` has them."""
+        """The marks of milestones and of their removals, as `layout.mark_of` returns them."""
         return layout.marks_of(self.files.get(checkpoint, ()))
 
     def diagnosis(self, checkpoint: CheckpointId) -> bool | None:

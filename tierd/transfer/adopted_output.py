@@ -15,8 +15,8 @@ _WRITABLE = 0o700  # of a folder until all is in place
 
 
 class AdoptedOutput:
-    """`stored`: the folder with the files of the checkpoint. `built`: the folder to make, durable when `build` returns.
-    Of a single file, the folder that it is in."""
+    """`stored`: the folder with the files of the checkpoint. `built`: the folder to create, or the parent folder of a
+    single file; it is durable when `build` returns."""
 
     def __init__(self, tree: AdoptedTree, stored: Path, built: Path) -> None:
         self._tree, self._stored, self._built = tree, stored, built
@@ -49,17 +49,16 @@ class AdoptedOutput:
     def _widen(self, path: str, mode: int) -> None:
         folder = self._built / path
         os.chmod(folder, mode | _WRITABLE)
-        # Their times are not stored. A watch takes a folder that is newer than its files for one that has lost some.
+        # Times of folders are not stored. A watch treats a folder that is newer than its files as one that lost some.
         os.utime(folder, ns=(self._newest_ns, self._newest_ns))
         fsync_path(folder)
         if mode | _WRITABLE != mode:
             self._narrow.append((path, mode, os.stat(folder)))
 
     def finish(self, published: Path) -> None:
-        """Sets the final modes of folders that their owner may not write into: before, such a folder could not be
-        moved.
+        """Set the final modes of folders into which their owner may not write: with these modes they could not be moved.
 
-        Raises OSError for a folder that is not the one that was built: others may be able to write where it is now."""
+        Raises OSError if one is not the folder that was built: other users may be able to write where it is now."""
         for path, mode, built in self._narrow:
             with closing_fd(os.open(published / path, FOLDER)) as folder:
                 if not os.path.samestat(os.fstat(folder), built):

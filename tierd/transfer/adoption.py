@@ -1,8 +1,8 @@
-"""Copies a folder or file of another program into a directory tier, as all files of a checkpoint but the manifest.
+"""Copies a folder or file of another program into a directory tier: all files of a checkpoint but the manifest.
 
-Where the file system can, a file shares its blocks with the source (FICLONE), else it is copied. It is never a hard
-link: what the program writes later must not change the checkpoint. The bytes are opaque. What changes while it is read
-is refused. The commit is left to the caller.
+A file shares its blocks with the source (FICLONE) where the file system can do that; otherwise its bytes are copied. It
+is never a hard link, because later writes of the program must not change the checkpoint. The bytes are opaque. A source
+that changes while it is read is refused. The caller commits.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ THREADS = 4
 
 @dataclass(slots=True)
 class Adoption(abc.ABC):
-    """One attempt. `files`: what was stored, in the manifest's order. `cloned_bytes`: of them, those that share blocks
-    with the source. `node`: of several that adopt one checkpoint together, whose part it is."""
+    """One attempt to copy a tree. `files`: the stored files, in the manifest's order. `cloned_bytes`: the bytes of them
+    that share blocks with the source. `node`: the number of this node, if several nodes adopt one checkpoint together."""
 
     tree: SourceTree
     node: int | None = field(default=None, kw_only=True)
@@ -55,7 +55,8 @@ class Adoption(abc.ABC):
         algorithm: str = "",
         progress: Progress | None = None,
     ) -> None:
-        """Raises as `scan`, Transient when something has changed since the tree was listed, and as `Store.put`."""
+        """Copy and store the tree. Raises what `scan` and `Store.put` raise, and Transient when the source has changed
+        since it was listed."""
         stored_tree, tree_file = self.tree.stored(self.node), adopted.tree_file(self.node)
         names = {entry.path: entry.stored_as for entry in stored_tree.files}
         entries: dict[str, FileEntry] = {}
@@ -85,19 +86,19 @@ class Adoption(abc.ABC):
     async def put_file(
         self, source: SourceEntry, key: str, store: DirectoryStore, *, algorithm: str, progress: Progress | None
     ) -> FileEntry:
-        """Stores one file of the tree."""
+        """Store one file of the tree."""
 
     @abc.abstractmethod
     async def check_unchanged(self) -> None:
-        """Raises Transient when the source is not what it was when it was listed, NotFound when it is gone."""
+        """Raises Transient when the source has changed since it was listed, NotFound when it is gone."""
 
     def manifest(self, checkpoint: CheckpointId, *, sequence: int) -> Manifest:
-        """What commits the files that `copy` has stored. It is created when the newest of them was written."""
+        """The manifest of the files that `copy` has stored. Its `created_at` is the time of the newest source file."""
         head = new_head(checkpoint, self.tree, sequence=sequence)
         return Manifest(**msgspec.structs.asdict(head), files=self.files)
 
     def part(self, announced: Announced) -> NodeFile:
-        """What commits the files that `copy` has stored, as the part of `node`."""
+        """The node file of the files that `copy` has stored, as the part of `node`."""
         assert self.node is not None
         return NodeFile(
             **msgspec.structs.asdict(announced), files=self.files, ranks=[self.node], is_healthy=None, milestone=""
@@ -106,7 +107,7 @@ class Adoption(abc.ABC):
 
 @dataclass(slots=True)
 class FolderAdoption(Adoption):
-    """Of a folder or file. `pool`: for the calls to the file system of the source, each with a deadline."""
+    """The adoption of a folder or file. `pool`: for calls to the source's file system, each with a deadline."""
 
     pool: ThreadPool = field(kw_only=True)
 
@@ -143,7 +144,8 @@ class FolderAdoption(Adoption):
 
 
 def new_head(checkpoint: CheckpointId, tree: SourceTree, *, sequence: int, world_size: int = 1) -> Head:
-    """`tree`: what is adopted; of several nodes, node 0's. `world_size`: how many nodes adopt it together."""
+    """The head of an adopted checkpoint. `tree`: the source, on node 0 if there are several nodes. `world_size`: how
+    many nodes adopt the checkpoint together."""
     return Head(
         format_version=FORMAT_VERSION,
         run=checkpoint.run,
@@ -169,14 +171,13 @@ def adopted_id(
     generation_max: int | None = None,
     is_lenient: bool = False,
 ) -> CheckpointId:
-    """The id of a checkpoint of another program: in the newest generation of its run, 1 for the first. `step` None:
-    only for the checks.
-    `generation_max`: the highest that may be named. `is_lenient`: also where some checkpoints of the run cannot be
-    read, if others can, as for a snapshot.
+    """The id under which a checkpoint of another program is adopted: in the newest generation of its run, or in
+    generation 1 of a new run. `step` None: only make the checks. `generation_max`: the highest generation that may be
+    named. `is_lenient`: allow some checkpoints of the run to be unreadable, as for a snapshot.
 
-    Raises BadRequest for a generation that the tiers would count as foreign, and where tierd's client writes the run:
-    two writers would delete each other's checkpoints by their common retention. Raises TierUnreachable where a tier may
-    hold checkpoints of the run that are not known.
+    Raises BadRequest for a generation that the tiers would count as foreign, and if tierd's client writes the run: the
+    retention would then count the checkpoints of two writers together. Raises TierUnreachable if a tier may hold
+    checkpoints of the run that are not known.
     """
     what = f"adopt into {run}" if step is None else f"adopt step {step} into {run}"
     entries = catalog.entries(run)
@@ -189,7 +190,7 @@ def adopted_id(
 
 
 def check_one_node(catalog: Catalog, run: Run) -> None:
-    """Raises BadRequest where several nodes adopt into the run: one folder would count as a whole checkpoint of it."""
+    """Raises BadRequest if several nodes adopt into the run: one folder would count as a whole checkpoint of it."""
     if part := next((entry for entry in catalog.entries(run) if entry.manifest.world_size > 1), None):
         raise BadRequest(
             f"adopt into {run}: its checkpoints are of several nodes, such as {part.id} of {part.manifest.world_size}, "
@@ -208,7 +209,7 @@ def next_id(
     generation_max: int | None = None,
     is_lenient: bool = False,
 ) -> CheckpointId:
-    """As `adopted_id`, whoever writes the run. `what`: is being done, for messages."""
+    """As `adopted_id`, also if tierd's client writes the run. `what`: the action, for messages."""
     entries = catalog.entries(run)
     if generation is not None and generation_max is not None and generation > generation_max:
         raise BadRequest(f"{what}: generation {generation} is not between 1 and {generation_max}")
@@ -217,15 +218,15 @@ def next_id(
     unknown += [] if entries else list(catalog.unlisted().values())
     if unknown:
         raise TierUnreachable(
-            f"{what}: which checkpoints it has is not known: {unknown[0]}",
-            hint="its next generation and sequence follow from them; docs/RUNBOOK.md#tier-unreachable",
+            f"{what}: the checkpoints of the run are not all known: {unknown[0]}",
+            hint="its next generation and sequence depend on them; docs/RUNBOOK.md#tier-unreachable",
         )
     return checkpoint_id(run, step or 0, generation or (entries[0].id.generation if entries else 1))
 
 
 async def scan_settled(path: Path, pool: ThreadPool, now: Callable[[], datetime]) -> SourceTree:
-    """The tree at `path`, listed so long after the last write that a later write would change a time. Waits for at most
-    2 s. Raises as `scan`, and Transient if something was written meanwhile."""
+    """The tree at `path`, listed long enough after the last write that a later write would change a time. Waits at most
+    2 s. Raises what `scan` raises, and Transient if something was written meanwhile."""
     tree = await pool.query(scan, path)
     if wait_s := tree.unsettled_s(now().timestamp()):
         await asyncio.sleep(wait_s)
@@ -236,8 +237,8 @@ async def scan_settled(path: Path, pool: ThreadPool, now: Callable[[], datetime]
 
 
 async def read_tree(tier: ReadableTier, manifest: Manifest, node: int | None = None) -> AdoptedTree:
-    """The tree of an adopted checkpoint in a tier. `node`: of several, whose. Raises Corrupt, NotFound, NewerFormat or
-    TierUnreachable."""
+    """The tree of an adopted checkpoint in a tier. `node`: which node's tree, if several nodes adopted the checkpoint
+    together. Raises Corrupt, NotFound, NewerFormat or TierUnreachable."""
     name = adopted.tree_file(node)
     size_bytes = next((entry.size_bytes for entry in manifest.files if entry.name == name), 0)
     raw = await tier.store.get_bytes(
@@ -247,22 +248,21 @@ async def read_tree(tier: ReadableTier, manifest: Manifest, node: int | None = N
 
 
 def is_same_tree(stored: AdoptedTree, manifest: Manifest, tree: SourceTree) -> bool:
-    """Whether a checkpoint, or a node's part of it, was adopted from this tree, as far as sizes, modes and times
-    show."""
+    """Whether a checkpoint, or a node's part of it, was adopted from this tree, judged by sizes, modes and times."""
     sizes = {entry.name: entry.size_bytes for entry in manifest.files}
     same_sizes = [sizes.get(entry.stored_as) for entry in stored.files] == [entry.size_bytes for entry in tree.files]
     return same_sizes and _without_names(stored) == _without_names(tree.stored())
 
 
 def _without_names(tree: AdoptedTree) -> AdoptedTree:
-    """Without its own name, and those that its files have in a tier."""
+    """The tree without its own name and the names of its files in a tier."""
     entries = [msgspec.structs.replace(entry, stored_as="") for entry in tree.entries]
     return msgspec.structs.replace(tree, name="", entries=entries)
 
 
 def was_saved_again(stored: AdoptedTree, tree: SourceTree, marker: str) -> bool:
-    """Whether a program has saved a checkpoint as a whole again since it was adopted, and not only changed something in
-    it: the file that it writes last is new; without such a `marker`, each file is."""
+    """Whether a program has saved the whole checkpoint again since it was adopted, and not only changed a file in it:
+    the `marker`, which it writes last, is new. Without a marker, every file must be new."""
     before = {entry.path: entry.modified_ns for entry in stored.files}
     now = {entry.path: entry.modified_ns for entry in tree.files}
     if marker:

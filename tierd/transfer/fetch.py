@@ -80,11 +80,11 @@ class Fetch:
 
     @property
     def taken_bytes(self) -> int:
-        """In the store, while it is not complete."""
+        """The bytes that the store has for this fetch while it is not complete."""
         return self.wanted_bytes - (0 if self._reserves else self.missing_bytes)
 
     def unverified(self, name: str, chunks: Iterable[int]) -> list[int]:
-        """Those of these chunks of a file that are not known to be here."""
+        """The chunks among these that are not known to be here."""
         file = self._files[name]
         count = len(file.entry.chunks)
         return [index for index in chunks if index < count and (file.missing[index] or not file.wanted[index])]

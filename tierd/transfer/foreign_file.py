@@ -35,7 +35,7 @@ class ForeignFile:
         return self._before.st_mtime_ns
 
     def read(self, length: int, offset: int) -> bytes:
-        """At most `length` bytes."""
+        """Read at most `length` bytes."""
         return os.pread(self.fd, length, offset)
 
     def fill(self, offset: int, buffer: memoryview) -> None:

@@ -1,6 +1,6 @@
-"""Where a history of checkpoints of another program is read from: a folder here, or objects of a bucket.
+"""Reads a history of checkpoints of another program: from a folder, here, or from a bucket, in `bucket_history.py`.
 
-What lies there is listed as a `SourceTree` for each name. Nothing there is changed. `bucket_history.py` reads a bucket.
+Each name in the history is listed as a `SourceTree`. Nothing in the source is changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tierd.transfer.watched_folder import NAMES_MAX, listed, names, read_beside,
 
 
 class HistorySource(Protocol):
-    """`name`: for messages. `links`: the names of entries that are links, which are not followed; as of `names`."""
+    """`name`: for messages. `links`: the entries that are links, which are not followed; known after `names`."""
 
     name: str
     links: list[str]
@@ -28,20 +28,21 @@ class HistorySource(Protocol):
         ...
 
     async def tree(self, name: str) -> SourceTree | None:
-        """None: it was just deleted. Raises Unsupported for what a checkpoint cannot hold."""
+        """The tree of this name, or None if it was just deleted. Raises Unsupported for entries that a checkpoint
+        cannot hold."""
         ...
 
     async def listed(self, tree: SourceTree, preset: Preset, *, unchanged_s: float) -> Listed: ...
 
     async def beside(self, name: str) -> tuple[bytes, float]:
-        """The content of a small file beside the checkpoints, and when it was written; nothing where there is none."""
+        """The content of a small file beside the checkpoints and when it was written; `(b"", 0.0)` if there is none."""
         ...
 
     def adoption(self, tree: SourceTree) -> Adoption: ...
 
 
 class FolderHistory:
-    """`pool`: for the calls to its file system."""
+    """A history in a folder. `pool`: for the calls to its file system."""
 
     def __init__(self, folder: Path, pool: ThreadPool) -> None:
         self.name, self.links = str(folder), list[str]()

@@ -45,7 +45,7 @@ class ImportedState:
     versions: Mapping[str, str]
 
     def shards(self, checkpoint: CheckpointId) -> dict[str, AssembledFile]:
-        """By name. Raises Unsupported for what a shard cannot hold."""
+        """The tensors by name. Raises Unsupported for what a shard cannot hold."""
         world_size = len(self.trees)
         files: dict[str, AssembledFile] = {}
         for rank, tree in enumerate(self.trees):

@@ -1,7 +1,7 @@
-"""Reads a file that grows beside the checkpoints, and writes into a tier the segments that it lacks there.
+"""Reads a file that grows beside the checkpoints, and writes the segments that a tier lacks.
 
-All of the file is read and digested in each pass, because a program may change its past. What a tier has is what its
-listing shows: nothing about it is remembered, so any daemon can continue what another one has begun.
+Each pass reads and digests the whole file, because a program may change any byte of it. Only the listing of a tier says
+what the tier has. Nothing about it is kept in memory, so any daemon can continue what another one has begun.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ class FileChanged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file as it was read. `key`: of its stat; another one means that it has changed. `settled`: its size without
-    what only closes its JSON document. `hashes`: by offset, SHA-256 of the bytes up to it, as hash objects that can be
-    continued. `open_file`: where the caller holds it open; it may have another name by now, or none."""
+    """A file as it was read.
+
+    `key`: its `state_key`; a different key means that the file has changed. `settled`: its size without the bytes that
+    only close its JSON document. `hashes`: by offset, the SHA-256 of the bytes up to it, as hash objects that can be
+    continued. `open_file`: the file, if the caller keeps it open; it may have another name now, or none.
+    """
 
     path: Path
     key: tuple[int, ...]
@@ -54,15 +57,15 @@ class FileState:
     open_file: OpenSidecar | None = None
 
     def digest(self, end: int) -> str:
-        """Of the bytes up to `end`, in hexadecimal; empty if that is not known, or beyond the end."""
+        """The digest of the bytes up to `end`, in hexadecimal; empty if it is not known or `end` is beyond the file."""
         return self.hashes[end].hexdigest() if end in self.hashes else ""
 
     def begins_with(self, end: int, digest: str) -> bool:
-        """Whether the file begins with the bytes up to `end` that have this digest, whole or as in a name."""
+        """Whether the bytes up to `end` have this digest, which may be shortened as in the name of a segment."""
         return bool(digest) and self.digest(end).startswith(digest)
 
     def piece(self, begin: int, end: int) -> bytes:
-        """The bytes from `begin` to `end`, both in `hashes`. Raises FileChanged if they are not the same any more."""
+        """The bytes from `begin` to `end`, both in `hashes`. Raises FileChanged if they have changed."""
         try:
             with _opened(self.path, self.open_file) as fd:
                 content = bytearray()
@@ -78,8 +81,8 @@ class FileState:
 
 
 def followed_files(folder: Path, patterns: Sequence[str]) -> list[str]:
-    """The names in the folder that fit a pattern; none if there is no such folder. Blocks. Raises BadRequest when it
-    cannot be listed."""
+    """The names in the folder that fit a pattern; none if the folder does not exist. Blocks. Raises BadRequest when the
+    folder cannot be listed."""
     try:
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
@@ -94,9 +97,9 @@ def state_key(stat_result: os.stat_result) -> tuple[int, ...]:
 
 
 def read_state(path: Path, offsets: Iterable[int], open_file: OpenSidecar | None = None) -> FileState:
-    """Reads the file once. `open_file`: where the caller holds it open. `hashes` has those of `offsets` that are not beyond
-    its end, and of 0 and its sizes. Raises NotFound, BadRequest when it is not a regular file or cannot be read, and
-    FileChanged when it was written meanwhile."""
+    """Reads the file once. `open_file`: the file, if the caller keeps it open. `hashes` of the result has the offsets
+    that are not beyond the end, 0, and both sizes. Raises NotFound, BadRequest when it is not a regular file or cannot
+    be read, and FileChanged when it was written meanwhile."""
     with _opened(path, open_file) as opened:
         stat_result = os.fstat(opened)
         size = stat_result.st_size
@@ -121,7 +124,7 @@ def check_readable(path: Path) -> None:
 
 
 class OpenSidecar:
-    """A file that stays open, also when it is renamed or deleted. `close` may be called while other threads read."""
+    """A file that is kept open while it may be renamed or deleted. `close` may be called while other threads read."""
 
     def __init__(self, path: Path) -> None:
         """Raises as `check_readable`. Blocks."""
@@ -164,10 +167,10 @@ def _opened(path: Path, open_file: OpenSidecar | None) -> AbstractContextManager
 
 
 def new_spans(chained: Sequence[Segment], covered: int, settled: int) -> list[tuple[int, int]]:
-    """Where the new segments begin and end. `chained`: the segments up to `covered`.
+    """The begin and end of each new segment. `chained`: the segments that cover the bytes up to `covered`.
 
-    The last segments are written again as part of the new one if they are not larger than it. So the number of segments
-    grows with the logarithm of the number of passes, and with the size divided by the largest segment's.
+    A new segment replaces the last segments that are not larger than itself. So the number of segments grows with the
+    logarithm of the number of passes, and with the file's size divided by SEGMENT_BYTES_MAX.
     """
     if covered >= settled:
         return []
@@ -183,9 +186,9 @@ def new_spans(chained: Sequence[Segment], covered: int, settled: int) -> list[tu
 def matching(segments: Iterable[Segment], state: FileState) -> list[Segment]:
     """The segments whose bytes are those of this file."""
     return [
-        each
-        for each in segments
-        if state.begins_with(each.begin, each.before) and state.begins_with(each.end, each.after)
+        segment
+        for segment in segments
+        if state.begins_with(segment.begin, segment.before) and state.begins_with(segment.end, segment.after)
     ]
 
 
@@ -209,12 +212,12 @@ class SidecarCopy:
 
     @staticmethod
     def offsets(stored: Iterable[Segment]) -> set[int]:
-        """Up to where digests of the file are needed, to compare it with the segments."""
+        """The offsets whose digests are needed to compare the file with the segments."""
         return {at for segment in stored for at in (segment.begin, segment.end)}
 
     async def run(self, state: FileState) -> int:
-        """Write what is missing, then delete the segments that it replaces. Returns how many bytes were written. Raises
-        FileChanged when the file was written meanwhile, and as `Store.put_bytes`, `list` and `delete`."""
+        """Write the missing segments, then delete those that they replace. Returns the number of bytes written. Raises
+        FileChanged when the file was written meanwhile, and what `put_bytes`, `list` and `delete` of a store raise."""
         own = matching(self._stored, state)
         path = chain([each for each in own if not each.is_tail])
         covered = path[-1].end if path else 0

@@ -1,4 +1,4 @@
-"""Writes a sidecar file of a tier to a folder, verified. It appears whole or not at all, and replaces nothing."""
+"""Restores a sidecar file from a tier, verified. It appears whole or not at all, and never replaces another file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _OBJECT_BYTES_MAX = SEGMENT_BYTES_MAX + (64 << 10)
 
 
 async def write_sidecar(tier: Tier, path: Sequence[Segment], target: Path, access: Access) -> bool:
-    """Write the bytes of these segments, without holes, to `target`. False if it has them already. Raises NotFound when
-    a segment was replaced meanwhile, Corrupt, Foreign, TierUnreachable, Full, and TargetNotEmpty if there is a file
-    with other bytes."""
+    """Write the bytes of these segments, which have no holes, to `target`. False if the target has them already. Raises
+    NotFound when a segment was replaced meanwhile, Corrupt, Foreign, TierUnreachable, Full, and TargetNotEmpty when the
+    target has other bytes."""
     try:
         output = await asyncio.to_thread(_Output, target, access)
         try:
@@ -40,7 +40,7 @@ async def write_sidecar(tier: Tier, path: Sequence[Segment], target: Path, acces
 
 
 async def verified_segments(tier: Tier, path: Sequence[Segment]) -> AsyncGenerator[tuple[Segment, bytes, bytes]]:
-    """Each of these segments, which have no holes, with its object and the bytes of the file in that.
+    """Each of these segments, which have no holes, with its object and the file's bytes in it.
 
     Raises NotFound when one was replaced meanwhile, Corrupt, Foreign and TierUnreachable."""
     digest = hashlib.sha256()
@@ -49,7 +49,7 @@ async def verified_segments(tier: Tier, path: Sequence[Segment]) -> AsyncGenerat
         content, after = decode_segment(segment, raw, keyring=tier.keyring, where=tier.name)
         digest.update(content)
         if digest.hexdigest() != after:
-            message = f"read {segment.key} in {tier.name}: its bytes have another digest than its header says"
+            message = f"read {segment.key} in {tier.name}: the digest of its bytes is not the one in its header"
             raise Corrupt(message, hint="another tier may have it whole: `tierd sidecars --tier TIER`")
         yield segment, raw, content
 
@@ -76,7 +76,7 @@ class _Output:
             content = content[os.write(self._fd, content) :]
 
     def publish(self, digest: str) -> bool:
-        """False if the target has the bytes of this digest already."""
+        """False if the target exists with this digest."""
         os.fsync(self._fd)
         if _is_same(self._target, digest):
             return False

@@ -109,7 +109,7 @@ class Signing:
                 raise Foreign(f"sign {file}: {', '.join(markers)} could not be signed")
 
     async def _unsigned_manifests(self, checkpoint: CheckpointId, tiers: Sequence[str]) -> list[UnsignedFile]:
-        """Those that differ from the one that all replicas should have."""
+        """The manifests that differ from the one that all replicas should have."""
         key = layout.manifest_key(checkpoint)
         raws = {name: raw for name in tiers if (raw := await self._read(name, key)) is not None}
         source = self._signed_tier(key, raws)

@@ -1,7 +1,7 @@
-"""Deletes what was adopted from the folder of a framework, where the config says so.
+"""Deletes adopted checkpoints from the folder of a framework, where the config says so (`source = "remove"`).
 
-It is renamed first, so that the framework, which may start at any instant, never sees a part of it. What a killed
-deletion left is deleted by the next one. All calls block.
+A checkpoint is renamed first, so that the framework, which may start at any time, never sees a part of it. Leftovers of
+a killed deletion are deleted when the daemon starts again. All calls block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ PREFIX = ".tierd-removes-"
 
 
 def remove_source(tree: SourceTree) -> None:
-    """Raises NotFound when it is gone, Transient when it is not what was adopted, or cannot be deleted."""
+    """Delete the tree. Raises NotFound when it is gone, Transient when it has changed since its adoption or cannot be
+    deleted."""
     path = tree.path
     if difference := first_difference(tree, scan(path)):
         raise changed(path, difference)
@@ -30,21 +31,21 @@ def remove_source(tree: SourceTree) -> None:
     except OSError as error:
         raise Transient(f"remove {path}: {error.strerror}", hint="may the daemon's user write there?") from error
     moved = path.with_name(PREFIX + path.name)
-    if not _is_same(tree, scan(moved)):  # written between the look and the rename
+    if not _is_same(tree, scan(moved)):  # it was written between the scan and the rename
         _put_back(moved, path)
         raise changed(path, "something in it was written")
     _delete(moved)
 
 
 def _is_same(tree: SourceTree, moved: SourceTree) -> bool:
-    """Whether it is what was adopted, under another name."""
+    """Whether the renamed tree is what was adopted."""
     entries = [replace(entry, path="") for entry in moved.entries] if moved.is_file else [*moved.entries]
     before = [replace(entry, path="") for entry in tree.entries] if tree.is_file else [*tree.entries]
     return (moved.mode, entries) == (tree.mode, before)
 
 
 def _put_back(moved: Path, path: Path) -> None:
-    """Unless the program has made another one meanwhile."""
+    """Rename it back, unless the program has created another one meanwhile."""
     with suppress(OSError):
         if moved.is_file():
             os.link(moved, path)
@@ -54,7 +55,7 @@ def _put_back(moved: Path, path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Deletes what killed calls of `remove_source` left in this folder."""
+    """Delete what killed calls of `remove_source` left in this folder."""
     with suppress(OSError):
         for name in os.listdir(folder):
             if name.startswith(PREFIX):
@@ -62,7 +63,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """It follows no link."""
+    """Delete a file or a folder, without following links."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

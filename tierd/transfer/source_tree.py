@@ -1,7 +1,7 @@
-"""A folder or file of another program, as it is adopted: listed without following a link, opened, and compared later.
+"""Lists a folder or file of another program for its adoption, without following links, and detects later changes.
 
-Nothing here changes it. What cannot be adopted raises an error that names it. A program may still be writing: a file
-counts as unchanged if its inode, size, mode and time of modification are. All calls block.
+Changes nothing there. An entry that cannot be adopted raises an error that names it. The program may still be writing:
+a file counts as unchanged while its inode, size, mode and time of modification are the same. All calls block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ COARSE_TICK_NS = 2_000_000_000  # where a file system stores whole seconds, or e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceEntry:
-    """`path`: from the top. `target`: of a link. `changed_ns`: of a folder, when a name in it changed; not compared."""
+    """`path`: relative to the tree's root. `target`: where a link points. `changed_ns`: when a name in a folder last
+    changed; it does not count in comparisons."""
 
     path: str
     kind: str
@@ -43,8 +44,8 @@ class SourceEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTree:
-    """`root`: the folder in which the paths of `entries` begin; of a single file, the folder that it is in.
-    `changed_ns`: as of an entry. `url`: of what is in a bucket, for messages."""
+    """`root`: the folder to which the paths of `entries` are relative; for a single file, its parent. `changed_ns`: as
+    in an entry. `url`: the place in a bucket, for messages."""
 
     root: Path
     name: str
@@ -87,7 +88,7 @@ class SourceTree:
         return max([self.changed_ns, *(entry.changed_ns for entry in self.entries)])
 
     def stored(self, node: int | None = None) -> adopted.AdoptedTree:
-        """As it is described in a tier. `node`: of several that adopt one checkpoint together, whose part it is."""
+        """The tree as a tier stores it. `node`: the number of this node, if several adopt one checkpoint together."""
         names = {
             entry.path: adopted.stored_name(index, entry.path, node) for index, entry in enumerate(self.files, start=1)
         }
@@ -109,13 +110,13 @@ class SourceTree:
         )
 
     def unsettled_s(self, now_s: float) -> float:
-        """Seconds until any further write would change a file's time of modification; 0: it would now."""
+        """Seconds until any further write changes a file's time of modification; 0 if it would now."""
         ticks = (COARSE_TICK_NS if entry.modified_ns % 1_000_000_000 == 0 else TICK_NS for entry in self.files)
         settled_ns = max((entry.modified_ns + tick for entry, tick in zip(self.files, ticks, strict=True)), default=0)
         return min(max(settled_ns / 1e9 - now_s, 0.0), COARSE_TICK_NS / 1e9)  # a clock may be ahead of this one
 
     def can_clone_into(self, folder: int) -> bool:
-        """Whether files in an open folder can share blocks with its files, so that they take no space."""
+        """Whether files in the open folder can share blocks with the tree's files, so that they take no space."""
         with _named(self.path):
             try:
                 target = os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=folder)
@@ -129,7 +130,7 @@ class SourceTree:
                     file.close()
 
     def check_unchanged(self) -> None:
-        """Raises Transient when it is not what it was, NotFound when it is gone."""
+        """Raises Transient when the tree has changed, NotFound when it is gone."""
         if difference := first_difference(self, scan(self.path)):
             raise changed(self.where, difference)
 
@@ -142,7 +143,7 @@ def changed(where: str | Path, difference: str) -> Transient:
 
 
 def first_difference(before: SourceTree, now: SourceTree) -> str:
-    """What has changed; empty if nothing has."""
+    """The first change, in words; empty if there is none."""
     if before == now:
         return ""
     entries = {entry.path: entry for entry in now.entries}
@@ -155,8 +156,9 @@ def first_difference(before: SourceTree, now: SourceTree) -> str:
 
 
 def scan(path: Path, *, may_be_empty: bool = False) -> SourceTree:
-    """What lies at `path`, which is no link. Raises NotFound, BadRequest for what this user may not read, Unsupported
-    for what a checkpoint cannot hold, Transient when it changes meanwhile. `may_be_empty`: it needs no file."""
+    """The tree at `path`. Raises NotFound, BadRequest if this user may not read it, Unsupported if it is a link or has
+    an entry that a checkpoint cannot hold, and Transient when it changes meanwhile. `may_be_empty`: also without a
+    file."""
     with _named(path):
         stat_result = os.stat(path, follow_symlinks=False)
         if stat.S_ISREG(stat_result.st_mode):
@@ -230,11 +232,11 @@ def _entry(top: Path, path: str, stat_result: os.stat_result, target: str) -> So
 
 
 class OpenEntry:
-    """One open file of a tree. `close` may be called while other threads read: the last one closes the descriptor, so
-    that no read uses a number that belongs to another file meanwhile."""
+    """One open file of a tree. `close` may be called while other threads read: the last reader closes the descriptor,
+    because its number may belong to another file afterwards."""
 
     def __init__(self, tree: SourceTree, entry: SourceEntry) -> None:
-        """Raises as `scan`; Transient when it is another file than the one that was listed."""
+        """Raises what `scan` raises, and Transient when the file is not the one that was listed."""
         self._tree, self._entry = tree, entry
         self.is_cloned = False
         with _named(tree.root / entry.path):
@@ -247,13 +249,13 @@ class OpenEntry:
             raise
 
     def read(self, offset: int, buffer: memoryview) -> None:
-        """Fills the buffer. Raises Transient when the file ends before."""
+        """Fill the buffer. Raises Transient when the file ends before."""
         with self._uses, _named(self._tree.root / self._entry.path):
             if read_all(self._fd, offset, buffer):
                 raise changed(self._tree.where, f"{self._entry.path} was cut")
 
     def clone(self, target: int) -> bool:
-        """Makes an empty file share the blocks of this one. False where the file system cannot."""
+        """Make an empty file share the blocks of this one. False where the file system cannot."""
         with self._uses:
             self.is_cloned = clone_file(self._fd, target)
             if self.is_cloned and os.fstat(target).st_size != self._entry.size_bytes:
@@ -273,7 +275,7 @@ class OpenEntry:
 
 @contextmanager
 def _named(path: Path) -> Generator[None]:
-    """Raises an OSError as the error that says what the caller can do."""
+    """Translate an OSError into the error that says what the caller can do."""
     try:
         yield
     except (FileNotFoundError, TierUnreachable) as error:  # the latter where `Tree` finds no root

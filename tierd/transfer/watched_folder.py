@@ -1,6 +1,6 @@
-"""Reads a folder in which a framework writes checkpoints: names, times, and whether files end where they should.
+"""Reads a folder in which a framework writes checkpoints: names, times, and whether files are complete.
 
-Nothing here changes it, follows a link or unpickles. Reads are bounded, whatever lies there. All calls block.
+Changes nothing there, follows no link and loads no pickle. All reads are bounded. All calls block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _SIZE = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Of the entries of a folder. `folders`: whether each of the others is one."""
+    """The names of the entries of a folder. `folders`: whether each entry is a folder, without links. `is_cut`: there
+    are more than NAMES_MAX, and the rest is left out."""
 
     folders: dict[str, bool]
     links: list[str]
@@ -44,7 +45,7 @@ class Names:
 
 
 def names(path: Path) -> Names:
-    """Raises NotFound, BadRequest for what this user may not read, Transient."""
+    """List the folder. Raises NotFound, BadRequest when this user may not read it, or Transient."""
     try:
         with closing_fd(os.open(path, FOLDER)) as folder, os.scandir(folder) as entries:
             found = list(islice(entries, NAMES_MAX + 1))
@@ -62,7 +63,7 @@ def names(path: Path) -> Names:
 
 
 def read_beside(folder: Path, name: str) -> tuple[bytes, float]:
-    """The content of a small file and when it was written; nothing where there is none."""
+    """The content of a small file and when it was written; `(b"", 0.0)` if it cannot be read."""
     try:
         with closing_fd(os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | NO_LINK)) as fd:
             stat_result = os.fstat(fd)
@@ -74,7 +75,7 @@ def read_beside(folder: Path, name: str) -> tuple[bytes, float]:
 
 
 def scan_entry(path: Path) -> SourceTree | None:
-    """None: it was just deleted. Raises as `scan`."""
+    """The tree, or None if it was just deleted. Raises as `scan`."""
     try:
         return scan(path, may_be_empty=True)
     except NotFound:
@@ -82,17 +83,17 @@ def scan_entry(path: Path) -> SourceTree | None:
 
 
 def tree_key(tree: SourceTree) -> int:
-    """Changes when anything in it does."""
+    """A number that changes when anything in the tree changes."""
     return hash((tree, tree.folders_changed_ns))
 
 
 ReadRange = Callable[[SourceEntry, int, int], bytes]
-"""(file, offset, length) → these bytes of it."""
+"""(file, offset, length) → the bytes there."""
 
 
 def listed(tree: SourceTree, preset: Preset, *, unchanged_s: float, read: ReadRange | None = None) -> Listed:
-    """What decides whether a checkpoint is complete. `read`: of its files; None: they are in the file system. Raises as
-    `OpenEntry`, and as `read`."""
+    """The facts that decide whether a checkpoint is complete. `read`: reads its files; None: they are in the file
+    system. Raises what `OpenEntry` and `read` raise."""
     read = read or partial(_read, tree)
     by_path = {entry.path: entry for entry in tree.files}
     marker = by_path.get(tree.name if tree.is_file else preset.marker)
@@ -100,7 +101,7 @@ def listed(tree: SourceTree, preset: Preset, *, unchanged_s: float, read: ReadRa
     modified_s, folder_modified_s = tree.modified_ns / 1e9, tree.folders_changed_ns / 1e9
     content = _marker(tree, marker, preset, read) if marker is not None else None
     marker_modified_s = marker.modified_ns / 1e9 if marker is not None else 0.0
-    if not tree.is_file and not preset.marker:  # it was renamed into place, or a file beside it names it
+    if not tree.is_file and not preset.marker:  # the folder was renamed into place, or a file beside it names it
         content, marker_modified_s = b"", modified_s
     can_tell = marker is not None and preset.whole in (Whole.ZIP, Whole.FORMAT)
     if tree.is_file:
@@ -133,7 +134,7 @@ def listed(tree: SourceTree, preset: Preset, *, unchanged_s: float, read: ReadRa
 
 
 def _marker(tree: SourceTree, entry: SourceEntry, preset: Preset, read: ReadRange) -> bytes:
-    """Of JSON that is whole, the step; empty of anything else."""
+    """The step in the marker, as JSON; empty if the marker is not complete JSON."""
     if preset.whole is not Whole.JSON:
         return b""
     if entry.size_bytes > MARKER_BYTES_MAX:
@@ -153,8 +154,7 @@ def _marker(tree: SourceTree, entry: SourceEntry, preset: Preset, read: ReadRang
 
 
 def is_whole(entry: SourceEntry, read: ReadRange) -> bool | None:
-    """Whether a file ends where its format says, as far as that is known: zip archives, as torch.save writes them, and
-    safetensors. None: its format is another one."""
+    """Whether a zip archive, as torch.save writes it, or a safetensors file is complete. None for other formats."""
     if not entry.size_bytes:
         return False
     head = read(entry, 0, min(_SIZE.size, entry.size_bytes))

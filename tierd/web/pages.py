@@ -1,4 +1,4 @@
-"""The pages: all runs, one run, one checkpoint. Text from outside is made printable and is escaped, wherever it is."""
+"""Renders the status pages: all runs, one run, one checkpoint. All text from outside is made printable and escaped."""
 
 from __future__ import annotations
 
@@ -159,6 +159,6 @@ def _shown(value: object) -> object:
 
 
 def height_of(picture: Timeline) -> int:
-    """Of a picture, in pixels."""
+    """The height of a picture in pixels."""
     plots = 1 + (picture.metric is not None)
     return plots * PLOT_PX + len(picture.lanes) * LANE_PX

@@ -1,8 +1,8 @@
-"""The picture of a run's checkpoints: where each mark is, in percent and pixels. Pure.
+"""Computes the picture of a run's checkpoints: the position of each mark, in percent and pixels. Pure.
 
-The horizontal axis is time. On top the step over time, one line for each generation, which begins at the checkpoint
-that it was restored from; then one lane for each tier; then a metric. SVG has no lines in percent, so that points of
-lines are in an inner picture of 100 by 100 units that is stretched.
+The horizontal axis is time. From top to bottom: the step over time, one line for each generation, which begins at the
+checkpoint from which it was restored; one lane for each tier; a metric. SVG polylines cannot use percent, so their
+points are in an inner picture of 100 by 100 units that is stretched.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Line:
-    """Of one generation. `points`: of a polyline in a picture of 100 by 100; `start`: from where it branches off."""
+    """The line of one generation. `points`: of a polyline in a picture of 100 by 100; `start`: the point where it
+    branches off."""
 
     generation: int
     points: str

@@ -1,7 +1,7 @@
 """Copies a complete checkpoint of another program into the hot tier of this daemon and commits it, as `tierd adopt`.
 
-It is written in its place, manifest last. Killed before that, it leaves files without a manifest, which `recover`
-deletes at the next start. Which checkpoint is complete, and as what it is adopted, is decided by the watcher.
+The files are written to their final place, and the manifest last. An adoption that is killed leaves files without a
+manifest, which `recover` deletes at the next start. The watcher decides which checkpoint is complete and gives its id.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ log = logging.getLogger("tierd")
 
 
 def _shares_blocks(tree: SourceTree, hot: Path) -> bool:
-    """Whether the copy takes no space, as far as is known. Blocks. Raises as `SourceTree.can_clone_into`."""
+    """Whether the copy can share the blocks of the source and takes no space. Blocks. Raises as
+    `SourceTree.can_clone_into`."""
     try:
         with closing_fd(os.open(hot, FOLDER)) as folder:
             return tree.can_clone_into(folder)
     except FileNotFoundError:
-        return False  # the first put makes it
+        return False  # the first put creates the folder
 
 
 class AnnouncedPart(NamedTuple):
-    """What a node adopts of a checkpoint over several nodes. `announced`: what node 0 says about it."""
+    """A node's part of a checkpoint that several nodes adopt together. `announced`: the head that node 0 has written."""
 
     announced: Announced
     node: int
@@ -57,8 +58,8 @@ class Adopter:
         self._space = HotSpace(context.hot, make_room)
 
     async def adopt(self, path: Path, key: int, checkpoint: CheckpointId, part: AnnouncedPart | None = None) -> None:
-        """`key`: of the tree that was found to be complete. `part`: of a checkpoint over several nodes. Raises as
-        `scan`, Transient where it has changed since, and as a put into hot; then nothing is left in hot."""
+        """`key`: the `tree_key` of the complete tree. `part`: set if several nodes adopt the checkpoint together. Raises
+        what `scan` and a put into hot raise, and Transient when the tree has changed. Leaves nothing in hot then."""
         context = self._context
         tree = await scan_settled(path, self._pool, context.now)
         if tree_key(tree) != key:
@@ -74,7 +75,7 @@ class Adopter:
         try:
             manifest = await self._copy_and_commit(checkpoint, tree, part)
         except Full:
-            # There may be a quota, or an overhead, that the free space does not show: then room for all of it.
+            # The free space does not show a quota or the overhead of the file system: make room for the whole copy.
             if not await self._space.free(tree.size_bytes):
                 raise
             manifest = await self._copy_and_commit(checkpoint, tree, part)

@@ -1,8 +1,8 @@
-"""What nodes agree on before they adopt one checkpoint together, each from its own folder: its head, from node 0.
+"""Makes nodes that each write into a folder of their own adopt one checkpoint together: all take its head from node 0.
 
-Node 0 writes it into the cold tiers when the checkpoint is complete in its folder, before its own part. The others take
-the newest one of the step, unless their files may be those of another save. So all parts have one generation and one
-sequence, and the committer can assemble them.
+Node 0 writes the head into the cold tiers when the checkpoint is complete in its folder, before its own part. The other
+nodes take the newest head of the step, unless their files may be those of another save. All parts then have the same
+generation and sequence, and the committer can assemble them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from tierd.workers.watch_claim import TIMEOUT_S, WatchClaim
 
 log = logging.getLogger("tierd")
 
-SPREAD = 6  # times quiet_s: between the last writes of two nodes of one save
-RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0  # how often a node looks for the head of one step
-AWAITED_MAX = 32  # steps, those that were written last
-GENERATIONS_TRIED = 8  # at once, for a new save of a step
+SPREAD = 6  # times quiet_s: the most time between the last writes of two nodes for one save
+RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0  # between two searches for the head of one step
+AWAITED_MAX = 32  # steps whose heads are searched for: those that were written last
+GENERATIONS_TRIED = 8  # in one pass, for a new save of a step
 ABSENT, GONE = "absent", "gone"
 
 
 @dataclass(slots=True)
 class _Wait:
-    """For the head of a step. `count`: how often it was looked for; `due_s`: when it is next. `answer`: what was found
-    last: why there is nothing, or what is wrong."""
+    """The search for the head of one step. `count`: the searches so far; `due_s`: when the next one is due. `answer`:
+    the result of the last one: why there is no head, or what is wrong with it."""
 
     count: int = 0
     due_s: float = 0.0
@@ -50,28 +50,29 @@ class _Wait:
 
 
 class Announcements:
-    """Of one watched folder. `node`: which of the `watch.nodes` this is."""
+    """The heads of the checkpoints in one watched folder. `node`: the number of this node, below `watch.nodes`."""
 
     def __init__(self, context: DaemonContext, watch: WatchConfig, claim: WatchClaim) -> None:
         self._context, self._watch, self._claim = context, watch, claim
         self._run = check_run(watch.run)
         self.node = watch.node
         self._started_s = context.now().timestamp()
-        self._earlier: Manifest | None = None  # the newest before the first announcement, if of another number of nodes
+        # The run's newest checkpoint before the first announcement, if it has another number of nodes.
+        self._earlier: Manifest | None = None
         self._is_earlier_known = False
-        self.apart_s = SPREAD * watch.quiet_s if watch.node else 0.0  # between the clock here and that of node 0
+        self.apart_s = SPREAD * watch.quiet_s if watch.node else 0.0  # by which the clock of node 0 may differ
         self._is_last_on_node_0 = preset_of(watch).whole is Whole.ANNOUNCED
         self._waits: dict[int, _Wait] = {}  # by step
 
     async def head(
         self, step: int, tree: SourceTree, *, generation_min: int, waiting: Collection[int]
     ) -> Announced | str:
-        """What this node's part of the step begins with, or why there is nothing yet. `generation_min`: its generation is at
-        generation_min so high, because the step was saved again. `waiting`: the steps that are complete here and not adopted,
+        """The head for this node's part of the step, or why there is none yet. `generation_min`: ignore heads of lower
+        generations, because the step was saved again. `waiting`: the steps that are complete here and not adopted,
         oldest first.
 
-        Raises BadConfig where the nodes do not agree on their number, TierUnreachable where no cold tier answers, and
-        as `adopted_id`."""
+        Raises BadConfig when the nodes do not agree on their number, TierUnreachable when no cold tier answers, and
+        what `adopted_id` raises."""
         if self.node == 0:
             return await self._announce(step, tree, generation_min)
         self._waits = {waited: wait for waited, wait in self._waits.items() if waited in waiting}
@@ -105,24 +106,24 @@ class Announcements:
 
     def _not_announced(self, step: int, generation_min: int) -> str:
         if generation_min > 1:
-            return f"it was saved again here, and node 0 has not announced that for step {step} yet"
+            return f"step {step} was saved again here, and node 0 has not announced the new save yet"
         return f"node 0 has not announced step {step} yet: its daemon must run and have the same cold tier"
 
     def _other_save(self, announced: Announced, tree: SourceTree) -> str:
-        """Why the files here may be of another save of the step than those of node 0; empty if they are of the same."""
+        """Why the files here may belong to another save of the step than those of node 0; empty if they do not."""
         assert announced.created is not None  # decode_announced refuses others
         here_s, there_s = tree.modified_ns / 1e9, announced.created.timestamp()
         later_s, quiet_s, spread_s = here_s - there_s, self._watch.quiet_s, SPREAD * self._watch.quiet_s
         how = f"it was written {abs(later_s):.0f} s {'later' if later_s > 0 else 'earlier'} than on node 0"
         other = f"{how}, so it may be another save of step {announced.step}: "
         if self._is_last_on_node_0:
-            # The last file of all is on node 0, and what is here shows nothing by itself.
+            # Node 0 writes the last file of a save. The files here do not show when the save is complete.
             must = f"the clocks of the nodes must agree within {quiet_s:g} s, quiet_s"
             return other + must if later_s > quiet_s else ""
         if abs(later_s) > spread_s:
             must = f"the clocks of the nodes must agree, and a save end on all within {spread_s:g} s, 6 times quiet_s"
             return other + must
-        # Of another save, the other node has its files within this time, and node 0 announces it.
+        # If the files here are of a newer save, node 0 has them too within this time, and announces that save.
         is_sure = self._context.now().timestamp() >= max(here_s, there_s) + spread_s
         if abs(later_s) > quiet_s and not is_sure:
             return f"{how}: it is adopted if node 0 announces no other save of step {announced.step} for {spread_s:g} s"
@@ -148,8 +149,8 @@ class Announcements:
         )
 
     def _check_number(self, tree: SourceTree) -> None:
-        """Raises BadConfig where the save may be of another number of nodes: the parts of these nodes would count as
-        the whole of it."""
+        """Raises BadConfig if another number of nodes may have made the save: the parts of `watch.nodes` nodes would
+        then be committed as the whole checkpoint, although others are missing."""
         nodes = self._watch.nodes
         if not self._is_earlier_known:
             newest = next(iter(self._context.catalog.entries(self._run)), None)
@@ -163,8 +164,8 @@ class Announcements:
             )
 
     async def _write_head(self, checkpoint: CheckpointId, tree: SourceTree) -> Announced | None:
-        """What the cold tiers say about the checkpoint. It is written where it is missing; one is enough. None if they
-        have an earlier save of the step in this generation, of which no part is left here. Raises TierUnreachable."""
+        """The head in the cold tiers, written where it is missing. One tier is enough. None if they have the head of an
+        earlier save of the step in this generation. Raises TierUnreachable if no tier has taken it."""
         errors: list[str] = []
         known = await self._heads_by_tier(checkpoint, errors)
         if GONE in known.values():
@@ -184,14 +185,14 @@ class Announcements:
                     key, tier = layout.file_key(checkpoint, layout.HEAD), self._context.cold[name]
                     is_new = await tier.put_marker(key, announced.encode())
                     if not is_new and await self._read(tier, checkpoint) != announced:
-                        return None  # which the listing did not show yet
+                        return None  # another head, which the listing did not show yet
                     written.append(name)
             except (TierdError, TimeoutError) as error:
                 errors.append(f"{name}: {text_of(error)}")
         if not written:
             raise TierUnreachable(
                 f"announce {checkpoint} to the other nodes: {'; '.join(errors)}",
-                hint="they adopt their parts when a cold tier has its head; it is tried again",
+                hint="they adopt their parts once a cold tier has its head; the daemon tries again",
             )
         for error in errors:
             log.warning("announce %s to the other nodes: %s", checkpoint, error)
@@ -199,13 +200,13 @@ class Announcements:
         return announced
 
     async def _heads_by_tier(self, checkpoint: CheckpointId, errors: list[str]) -> dict[str, Announced | str]:
-        """By cold tier what it has: the head, ABSENT, or GONE if the checkpoint was deleted there. Without the tiers
-        that cannot be read: `errors` says why."""
+        """What each cold tier has: the head, ABSENT, or GONE if the checkpoint was deleted there. Tiers that cannot be
+        read are left out, and `errors` gets the reason."""
         known: dict[str, Announced | str] = {}
         for name, tier in self._context.cold.items():
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    await self._context.identities.check(tier)  # nothing is written where another place is mounted
+                    await self._context.identities.check(tier)  # do not write into another place that is mounted there
                     names = await files_of(tier, checkpoint, until=layout.NODE_FILES_END)
                     if layout.GONE in names:
                         known[name] = GONE
@@ -223,8 +224,8 @@ class Announcements:
     # ── the other nodes ──
 
     async def _newest_head(self, step: int, generation_min: int) -> Announced | None:
-        """The head of the newest generation of the step in any cold tier: one that was down lacks the newest. Raises
-        TierUnreachable where none answers."""
+        """The head of the step with the highest generation in any cold tier: a tier that was down may lack it. Raises
+        TierUnreachable when no tier answers."""
         found: list[Announced] = []
         errors: list[TierdError | TimeoutError] = []
         for tier in self._context.cold.values():
@@ -236,7 +237,7 @@ class Announcements:
                 errors.append(error)
         if len(errors) == len(self._context.cold):
             why = "; ".join(map(text_of, errors))
-            raise TierUnreachable(f"find what node 0 says about step {step} of {self._run}: {why}")
+            raise TierUnreachable(f"find the announcement of step {step} of {self._run} by node 0: {why}")
         return max(found, key=lambda announced: announced.generation, default=None)
 
     async def _newest_head_in(self, tier: Tier, step: int, generation_min: int) -> Announced | None:
@@ -256,7 +257,7 @@ class Announcements:
             return None  # it has just been deleted
 
     def _generation_limit(self, tier: Tier) -> int:
-        """What a forged head says leads no generation further than a forged claim."""
+        """The highest generation that is believed. A forged head can raise it no further than a forged claim can."""
         if tier.keyring is not None:
             return GENERATION_SEEN_MAX
         return self._context.catalog.claims.generation_limit(self._run, self._context.now().timestamp())

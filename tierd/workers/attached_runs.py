@@ -1,8 +1,8 @@
-"""Keeps in a file of the hot directory which runs have trainers here, so that a new daemon knows what should train.
+"""Records in a file of the hot directory which runs have trainers here, so that the next daemon expects them.
 
-A run of that file whose trainers do not attach again in time is `lost`, as if they had been killed under this daemon. A
-run that ended badly stays so after a restart, for ENDED_RECENT_S. Nothing is decided about checkpoints: a file that
-cannot be read is left out, and one that cannot be written stops no trainer.
+If the trainers of a recorded run do not attach to the next daemon in time, the run is `lost`, as if they had been
+killed under that daemon. The bad end of a run stays known over a restart for ENDED_RECENT_S. No decision about a
+checkpoint depends on the file: one that cannot be read is ignored, and one that cannot be written stops no trainer.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tierd.tiers.tree import translated
 
 log = logging.getLogger("tierd")
 
-# A client tries again within 4 s, so this is several attempts on a busy node, and a person knows within a minute.
+# A client tries to reconnect every 4 s or sooner: this allows several attempts on a busy node.
 RECONNECT_GRACE_S = 30.0
-# After a reboot the trainers are dead for certain, and their scheduler first takes the node back and starts the job.
+# After a reboot, the scheduler must take the node back and start the job again.
 REBOOT_GRACE_S = 600.0
 TEXT_CHARS_MAX = 200
 _BYTES_MAX = 4 << 20  # RUNS_MAX records are shorter
@@ -36,8 +36,8 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"  # random(4)
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A run. `ranks`: of this node, as text. `state`: `running`, or how it ended. `since`: when that began, ISO 8601.
-    `boot`: of the machine, when it was written."""
+    """One run. `ranks`: its ranks on this node, as text. `state`: `running`, or its outcome. `since`: when the state
+    began, in ISO 8601. `boot`: the boot id of the machine at that time."""
 
     run: str
     generation: int
@@ -63,17 +63,17 @@ class AttachedRuns:
         self._outcomes = context.memory.outcomes
         self._path = context.config.hot_path / layout.ATTACHED_RUNS
         self._boot = ""
-        self._awaited: dict[Run, _Record] = {}  # trainers of the former daemon, until they attach or are lost
+        self._awaited: dict[Run, _Record] = {}  # runs of the former daemon, until their trainers attach or are lost
         self._records: dict[Run, _Record] = {}  # as of the last pass
-        self._written: list[_Record] | None = None  # what the file has; None: something else
+        self._written: list[_Record] | None = None  # the content of the file; None if it is unreadable or unknown
         self._started_s: float | None = None
         self._is_warned = False
 
     async def run_once(self) -> bool:
-        """Always succeeds: what cannot be read or written is logged once."""
+        """Always succeeds. A failed read or write is logged once."""
         if self._started_s is None:
             await self._load()
-            # Not before: while hot hangs, no trainer can claim its generation there.
+            # The grace time starts now: while hot hangs, no trainer can claim its generation there.
             self._started_s = self._context.monotonic_s()
         self._give_up_awaited()
         self._forget_what_others_continue()
@@ -118,7 +118,7 @@ class AttachedRuns:
             self._records[run] = record
 
     def _give_up_awaited(self) -> None:
-        """Those that have attached again need no record of their own; those whose time is up are lost."""
+        """Runs whose trainers have attached again are not awaited any more. Runs whose grace time is over are lost."""
         assert self._started_s is not None
         waited_s = self._context.monotonic_s() - self._started_s
         for run, record in list(self._awaited.items()):
@@ -146,7 +146,7 @@ class AttachedRuns:
     # ── of this one ──
 
     def _of_outcomes(self) -> list[_Record]:
-        """Of the runs with trainers, and of those that ended badly not long ago."""
+        """The records of the runs that have trainers, and of those that ended badly within ENDED_RECENT_S."""
         now_s, records = self._context.monotonic_s(), list[_Record]()
         for run, generation, ranks in self._outcomes.all_ranks():
             state, reason = self._outcomes.state(run) or ("", "")
@@ -172,7 +172,8 @@ class AttachedRuns:
         content = msgspec.json.encode(_File(runs=records)) + b"\n"
         try:
             with translated(f"write {self._path}", missing=TierUnreachable):
-                self._context.hot_store.pool.check_settled()  # of two writes at once, one would rename the other's file
+                # Two writes at a time would use the same temporary file.
+                self._context.hot_store.pool.check_settled()
                 await self._context.hot_store.pool.run(_replace, self._path, content)
         except TierdError as error:
             if not self._is_warned:
@@ -183,7 +184,7 @@ class AttachedRuns:
 
 
 def _boot() -> str:
-    """Another one after each start of the machine; empty where it is not known."""
+    """The kernel's random id of this boot of the machine; empty where it cannot be read."""
     with suppress(OSError):
         return Path(_BOOT_ID).read_text().strip()
     return ""
@@ -207,9 +208,9 @@ def _read(path: Path) -> bytes | None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """The former content stays until the new one is on the disk. Only one daemon has the hot directory, so one name of
-    the new file is enough, and one that a killed daemon has left is removed. After a loss of power the former content
-    may be back: a run that has ended since is named as lost then, for a day as any other. Raises OSError."""
+    """Replace the file once the new content is on the disk. Only one daemon uses the hot directory, so the temporary
+    file always has the same name, and a leftover of a killed daemon is removed. The folder is not synced: after a loss
+    of power the former content may be back, and then a run that has ended since is reported as lost. Raises OSError."""
     new = path.with_name(layout.ATTACHED_RUNS_NEW)
     with suppress(FileNotFoundError):
         os.unlink(new)

@@ -203,7 +203,7 @@ class Committer:
             await self._commit(list(wait.node_files.values()), listed_s, part)
 
     def _lowest_ranks(self, part: NodeFile) -> list[int]:
-        """Of each node; none if no trainer of this generation has joined since the daemon started."""
+        """The lowest rank of each node; none if no trainer of this generation has joined since the daemon's start."""
         if part.is_adopted:
             return list(range(part.world_size))
         memory, run = self._context.memory, part.id.run

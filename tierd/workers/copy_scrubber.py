@@ -40,7 +40,7 @@ class CopyScrubber:
         # What this daemon has copied was verified on its way.
         new_due_s = now_s if self._is_first_pass else now_s + self._period_s
         self._is_first_pass = False
-        self._due_s = {each: self._due_s.get(each, new_due_s) for each in copies}
+        self._due_s = {copy: self._due_s.get(copy, new_due_s) for copy in copies}
         for checkpoint, part in copies.items():
             if self._due_s[checkpoint] <= now_s and self._copies.get(checkpoint) is part:
                 await self._verify(checkpoint, part)

@@ -1,7 +1,7 @@
-"""The end of a daemon: waits until every sealed snapshot is durable, in hot or in a cold tier.
+"""Drains a daemon that is about to end: waits until every sealed snapshot is durable, in hot or in a cold tier.
 
-With `daemon.drain_cold_s` it then waits until the cold tiers have what they should, because the disk of the hot tier
-may be lost with the job.
+With `daemon.drain_cold_s`, it then waits until the cold tiers have what the policy keeps there, because the disk of the
+hot tier may be lost with the job.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from tierd.workers.worker import Wake
 log = logging.getLogger("tierd")
 
 POLL_S = 1.0
-SEAL_TIMEOUT_S = 20.0  # how long it waits for ranks to seal a snapshot that is being staged
+SEAL_TIMEOUT_S = 20.0  # the longest wait for ranks to seal a snapshot that they are staging
 
 
 class Follower(Protocol):
-    """A worker that takes files of other programs."""
+    """A worker that copies files of other programs."""
 
     def unfinished(self, since_s: float) -> list[str]:
-        """What it has not taken yet of what was written before `since_s`, by the monotonic clock."""
+        """The files that were written before `since_s`, by the monotonic clock, and are not copied yet."""
         ...
 
 
 async def drain(
     context: DaemonContext, persist: Callable[[], None], persist_ended: Wake, followers: Sequence[Follower] = ()
 ) -> list[SnapshotSet]:
-    """Wait until every sealed snapshot is durable, for `daemon.drain_timeout_s` at most, and for SEAL_TIMEOUT_S at most
-    until ranks have sealed what they stage: a shutdown stops the trainers at the same time. Do not wait for a snapshot
-    that hot has refused and that every cold tier has failed to take. Returns those that are not durable.
+    """Wait until every sealed snapshot is durable, at most `daemon.drain_timeout_s`. Returns those that are not.
 
-    Then wait for the followers and the cold tiers, for `daemon.drain_cold_s` at most.
+    Wait at most SEAL_TIMEOUT_S for ranks that are staging a snapshot: a shutdown stops the trainers at the same time.
+    Do not wait for snapshots that neither hot nor any cold tier has taken. Then wait for the followers and the cold
+    tiers, at most `daemon.drain_cold_s`.
 
     `persist`: wakes the workers that write snapshots. `persist_ended`: is set after each attempt to write one to hot.
     """
@@ -78,14 +78,14 @@ async def _drain_to_cold(context: DaemonContext, followers: Sequence[Follower]) 
 
 
 def _missing(context: DaemonContext, followers: Sequence[Follower], started_s: float) -> str:
-    """What cold tiers should have and do not, as far as this daemon can change that, in words."""
+    """In words, what the cold tiers lack and this daemon can still copy; empty if it is nothing."""
     catalog = context.catalog
     texts = [
         f"{tier} lacks {listed(left)}"
         for tier, checkpoints in waiting(catalog, context.config).items()
-        if (left := [str(each) for each in checkpoints if _is_awaited(context, tier, each)])
+        if (left := [str(checkpoint) for checkpoint in checkpoints if _is_awaited(context, tier, checkpoint)])
     ]
-    texts += [f"not copied yet: {listed(left)}" for each in followers if (left := each.unfinished(started_s))]
+    texts += [f"not copied yet: {listed(left)}" for follower in followers if (left := follower.unfinished(started_s))]
     return "; ".join(texts)
 
 
@@ -95,13 +95,13 @@ def _is_awaited(context: DaemonContext, tier: str, checkpoint: CheckpointId) -> 
         return False  # a person must decide
     if not context.catalog.is_part_sent(tier, checkpoint):
         return True
-    # The parts of other nodes come when they come. The daemon of rank 0 commits the checkpoint then.
+    # This node's part was sent. The daemon of rank 0 waits for the parts of the other nodes, and commits the checkpoint.
     part = next((part for part in context.catalog.sent_parts(tier) if part.id == checkpoint), None)
     return part is not None and context.is_home(checkpoint.run) and not _is_overtaken(context, tier, part)
 
 
 def _is_overtaken(context: DaemonContext, tier: str, part: NodeFile) -> bool:
-    """Whether the parts of the other nodes will probably never come, because a newer checkpoint is whole."""
+    """Whether the parts of the other nodes are not worth a wait, because a newer checkpoint is whole."""
     newest = context.catalog.newest(part.id.run, tier)
     if newest is None or newest.id.recency <= part.id.recency or part.created is None:
         return False
@@ -109,13 +109,14 @@ def _is_overtaken(context: DaemonContext, tier: str, part: NodeFile) -> bool:
 
 
 def _is_hopeless(context: DaemonContext) -> bool:
-    """Whether no tier may still take any of the snapshots. A hot disk that fails may recover; a full one does not."""
+    """Whether no tier can still take any of the snapshots. A hot disk with I/O errors may recover; a full one does
+    not."""
     tiers = context.tiers.keys()
     return all(pending.is_hot_full and pending.refused_by >= tiers for pending in context.memory.pending())
 
 
 def drain_error(missing: Sequence[SnapshotSet], timeout_s: float) -> Transient:
-    """The error of a daemon that ends although these snapshots are in its memory only."""
+    """The error of a daemon that ends while these snapshots are only in its memory."""
     names = ", ".join(str(snapshot_set.id) for snapshot_set in missing)
     hint = "a trainer that still runs will send it again to the next daemon"
     if any(HOT in snapshot_set.refused_by for snapshot_set in missing):

@@ -180,7 +180,7 @@ class Fetcher:
         return _PartialFetch(fetch, cold.name, raw)
 
     def _keep(self, part: _PartialFetch) -> None:
-        """Until the run is restored. Memory is released also when nobody asks again."""
+        """Keep the fetch until the run is restored. The memory is released even if nobody asks again."""
         run = part.fetch.manifest.id.run
         if part.fetch.is_in_memory:
             timer = asyncio.get_running_loop().call_later(IN_MEMORY_KEPT_S, self._parts.pop, run, None)

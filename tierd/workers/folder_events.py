@@ -1,7 +1,7 @@
-"""Starts a pass over a watched folder when inotify reports a change, and notices when inotify misses changes.
+"""Starts a pass over a watched folder when inotify reports a change, and detects that inotify misses changes.
 
-The folder is polled where inotify is not available, or where it has not reported a change that a listing shows, because
-another machine wrote there over NFS or its queue was full.
+The watcher polls the folder where inotify is not available, and where a listing shows a change that inotify did not
+report: another machine wrote there over NFS, or inotify's queue was full.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tierd.tiers.watch import FolderEvents
 
 log = logging.getLogger("tierd")
 
-UNREPORTED_S = 5.0  # how long after a change its event may come; then it counts as missed
+UNREPORTED_S = 5.0  # an event that comes later than this after its change counts as missed
 GAP_S = 0.5  # from an event to the pass, because a save causes many events
 
 
 class EventSource:
-    """`polled_because`: why the folder is polled; empty while inotify works. `on_change`: called on the event loop."""
+    """`polled_because`: empty while inotify works. `on_change`: called on the event loop."""
 
     def __init__(self, path: Path, pool: ThreadPool, on_change: Callable[[], None], now_s: Callable[[], float]) -> None:
         self._path, self._pool, self._on_change, self._now_s = path, pool, on_change, now_s
@@ -41,8 +41,8 @@ class EventSource:
         return self._unreported_s is not None and not self.polled_because
 
     async def begin_pass(self) -> None:
-        """Call it before the folder is listed: inotify reports only what changes from now on, and the listing may lack
-        the change of an event that comes after this. Raises TierUnreachable when the folder does not answer."""
+        """Call this before the folder is listed: inotify reports only later changes, and an event that arrives after
+        this call may be of a change that the listing lacks. Raises TierUnreachable when the folder does not answer."""
         self._loop = asyncio.get_running_loop()
         self._had_event, self._has_event = self._has_event, False
         if self._source is not None and not self._source.is_alive:
@@ -59,7 +59,7 @@ class EventSource:
         self._is_tried = True
 
     def follow(self, names: int) -> None:
-        """Call it after the folder is listed. `names`: a number that changes when the names in the folder change."""
+        """Call this after the folder is listed. `names`: a number that changes when the names in the folder change."""
         if self._had_event:
             self._unreported_s = None
         elif self._unreported_s is None and self._names not in (None, names):

@@ -78,7 +78,7 @@ class Leftovers:
             self._report(error)
 
     def _report(self, error: TierdError, checkpoint: CheckpointId | None = None) -> None:
-        """Once in a sweep."""
+        """Record the first failure of a sweep."""
         if not self._has_failed:
             self._has_failed = True
             self._context.incidents.record("replicate", error, checkpoint)

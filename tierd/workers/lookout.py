@@ -1,4 +1,4 @@
-"""Looks at one file of a cold tier every half minute, and has the tier listed when it is not there or not readable.
+"""Checks one file of a cold tier every half minute, and has the tier listed when the file cannot be read.
 
 A listing costs a request per 1000 keys, so a tier is listed every ten minutes; until then nobody would know that its
 server is down or that somebody emptied it. A look is one HEAD. It decides nothing: the listing that follows finds the
@@ -15,8 +15,8 @@ from tierd.tiers.tier import Tier
 
 
 class Lookout:
-    """At the newest checkpoint of each run in turn, because the policy of no daemon deletes it: at its manifest, and
-    every second time at one of its other files."""
+    """Checks the newest checkpoint of each run in turn, because no daemon's policy deletes it: its manifest, and
+    every second time one of its other files."""
 
     name = "list"
     is_urgent = False

@@ -94,7 +94,7 @@ class PeerFetcher:
             self._node_files_bytes -= len(raw)
 
     async def _fetches(self, run: Run, checkpoint: CheckpointId) -> PeerFetches:
-        """Those of the checkpoint that is being restored. Those of another one are given up, and deleted."""
+        """The fetches of the checkpoint that is being restored. Those of other checkpoints are given up and deleted."""
         fetches = self._fetcher.from_peers.get(run)
         if fetches is None or fetches.checkpoint != checkpoint:
             former, fetches = fetches, PeerFetches(checkpoint)

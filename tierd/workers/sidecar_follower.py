@@ -1,8 +1,8 @@
 """Copies the files that a run appends to, such as a loss history, into every tier while they grow.
 
-They are the run's audit trail, so nothing of them is deleted. When a file has lost bytes that it had, or has other
-ones, its former content stays as a version of its own, an alarm says so, and a new version begins. A program may
-replace a file by deleting it and writing it anew, so a change of the past counts when it has lasted for a while.
+These files are the run's audit trail, so nothing of them is deleted. When bytes that were copied are gone from a file
+or are different, their copy stays as a version of its own, an alarm reports it, and a new version begins. A program may
+replace a file by deleting it and writing it again, so a change of copied bytes counts only after REWRITTEN_S.
 """
 
 from __future__ import annotations
@@ -42,21 +42,24 @@ log = logging.getLogger("tierd")
 
 POLL_S = 2.0
 COPY_S = 5.0  # between two copies of one file
-REWRITTEN_S = 3.0  # for so long, the past of a file must have been different
+REWRITTEN_S = 3.0  # how long copied bytes must have been different in the file
 CHECK_S = 600.0  # how often a file that has not changed is compared with the tiers
-KEPT_OPEN_S = 60.0  # for so long, a file that has not changed stays open
-COST_SHARE = 20  # reading a file takes at most one part in this many of the time
+KEPT_OPEN_S = 60.0  # how long a file that does not change stays open
+COST_SHARE = 20  # reading a file takes at most a twentieth of the time
 FILES_MAX = 100
 
 
 @dataclass(slots=True)
 class _Followed:
-    """`key`: of the file's stat when all tiers had all of it. `version`: 0 until a tier was listed. `compared`: the
-    tiers whose content was compared with the file since the start. `stored_bytes`, `stored_digest`: how much of this
-    version is known to be in a tier, and its digest. `differs_since_s`: since when the file does not begin with that.
-    `changed_s`: since when it has something that a tier may lack. `read_s`: how long reading it took. `not_before_s`:
-    when it is read next at the earliest. `open_file`: the file that began with what is stored, when it was last read: it has
-    the rest of this version if the program renames or deletes it."""
+    """The state of one file.
+
+    `key`: the file's `state_key` when all tiers had all of it. `version`: 0 until a tier was listed. `compared`: the
+    tiers whose content was compared with the file since the daemon's start. `stored_bytes`, `stored_digest`: how much
+    of this version is known to be in a tier, and the digest of it. `differs_since_s`: since when the file does not
+    begin with these bytes. `changed_s`: since when a tier may lack something of the file. `read_s`: how long it took to
+    read the file. `not_before_s`: the earliest time of the next read. `open_file`: the file as it was last read, if it
+    began with the stored bytes: it has the rest of this version if the program renames or deletes the file.
+    """
 
     key: tuple[int, ...] = ()
     version: int = 0
@@ -92,18 +95,18 @@ class SidecarFollower:
         self._files: dict[str, _Followed] = {}
         self._problems: dict[str, TierdError] = {}  # of the last pass; "" is the folder
         self._recorded: dict[str, str] = {}
-        self._failures: dict[str, tuple[int, float]] = {}  # by tier: how often in a row, and not before
-        self._rewritten: dict[str, int] = {}  # by file, since the start
+        self._failures: dict[str, tuple[int, float]] = {}  # by tier: failures in a row, and when it is tried again
+        self._rewritten: dict[str, int] = {}  # by file: how often it was rewritten since the daemon's start
         self._compared: frozenset[str] = frozenset()  # the tiers that were last compared with each other
-        self._compared_s = -CHECK_S  # and when
-        self._passed_s = -math.inf  # when the last pass that has ended began
-        self._other_past: set[tuple[str, int, str, str]] = set()  # file, version, and two tiers that differ in it
+        self._compared_s = -CHECK_S  # when they were compared
+        self._passed_s = -math.inf  # when the last complete pass began
+        self._differing: set[tuple[str, int, str, str]] = set()  # file, version, and two tiers whose bytes differ
         context.metrics.sidecar_lag_seconds.labels(self._run)
         context.metrics.sidecar_rewritten_total.labels(self._run)
 
     async def run_once(self) -> bool:
-        """Copy the files that have changed. Returns True even if a file or a tier has a problem: each has its own
-        backoff."""
+        """Copy the files that have changed. Returns True even if a file or a tier has a problem, because each has its
+        own backoff."""
         self._problems = {}
         now_s = self._context.monotonic_s()
         try:
@@ -130,7 +133,7 @@ class SidecarFollower:
         self._pool.close()
 
     def unfinished(self, since_s: float) -> list[str]:
-        """The files of which a tier may lack what was written before `since_s`."""
+        """The files with content from before `since_s` that a tier may lack."""
         if self._passed_s < since_s:
             return [str(self._path)]
         return [name for name, each in self._files.items() if each.changed_s is not None]
@@ -141,7 +144,7 @@ class SidecarFollower:
             path=printable(str(self._path)),
             run=self._run,
             files=len(self._files),
-            size_bytes=sum(each.size_bytes for each in self._files.values()),
+            size_bytes=sum(file.size_bytes for file in self._files.values()),
             behind_s=round(self._behind_s(), 1),
             rewritten=dict(sorted(self._rewritten.items())),
             problems=[printable(str(error)) for error in self._problems.values()],
@@ -183,7 +186,7 @@ class SidecarFollower:
                 followed.hold(None)
 
     async def _copy(self, names: list[str], gone: list[str]) -> None:
-        """`gone`: those that were deleted or renamed since they were read."""
+        """Copy these files. `gone`: the files that were deleted or renamed since they were read."""
         stored = await self._list()
         if not stored:
             return
@@ -197,10 +200,10 @@ class SidecarFollower:
             followed = self._files[name]
             try:
                 await self._copy_file(name, followed, stored)
-            except NotFound:  # deleted: what the tiers have stays
+            except NotFound:  # the file was deleted; its copies stay
                 followed.changed_s = None
             except FileChanged:
-                pass  # it is read again
+                pass  # the next pass reads it again
             except TierdError as error:
                 self._problems[name] = error
             pause_s = POLL_S if followed.differs_since_s is not None else max(COPY_S, COST_SHARE * followed.read_s)
@@ -226,7 +229,7 @@ class SidecarFollower:
         return stored
 
     async def _try(self, tier: str, function: Callable[[], Awaitable[T]]) -> T | None:
-        """None if the tier has failed: now, or a moment ago."""
+        """The function's result, or None if the tier fails now or is in its backoff."""
         failures, not_before_s = self._failures.get(tier, (0, 0.0))
         if self._context.monotonic_s() < not_before_s:
             return None
@@ -242,11 +245,11 @@ class SidecarFollower:
         return result
 
     async def _copy_file(self, name: str, followed: _Followed, stored: dict[str, list[Segment]]) -> None:
-        of_file = {tier: [each for each in segments if each.file == name] for tier, segments in stored.items()}
-        newest = max((each.version for segments in of_file.values() for each in segments), default=0)
-        # A tier that did not answer before may have another past of the file, or a later version.
+        of_file = {tier: [segment for segment in segments if segment.file == name] for tier, segments in stored.items()}
+        newest = max((segment.version for segments in of_file.values() for segment in segments), default=0)
+        # A tier that answers for the first time may have other bytes of the file, or a later version.
         not_compared = {tier: of_file[tier] for tier in of_file.keys() - followed.compared}
-        newest_there = max((each.version for segments in not_compared.values() for each in segments), default=0)
+        newest_there = max((segment.version for segments in not_compared.values() for segment in segments), default=0)
         if newest_there > followed.version or not followed.version:
             followed.version, followed.stored_bytes, followed.stored_digest = max(newest_there, 1), 0, ""
         version = followed.version
@@ -288,8 +291,7 @@ class SidecarFollower:
             followed.checked_s = self._context.monotonic_s()
 
     async def _copy_rest(self, name: str, followed: _Followed, stored: dict[str, list[Segment]]) -> bool:
-        """Copy what the file had beyond its stored content when the program renamed or deleted it. False if no tier has
-        taken it."""
+        """Copy what a renamed or deleted file has beyond its stored bytes. False if no tier has taken it."""
         if followed.open_file is None:
             return True
         of_version = _of_version(stored, name, followed.version)
@@ -318,26 +320,27 @@ class SidecarFollower:
         return await self._try(tier, lambda: copy.run(state)) is not None
 
     async def _complete(self, stored: dict[str, list[Segment]]) -> None:
-        """Copy what one tier has of former versions, and of files that are gone, to the cold tiers that lack it because
-        they did not answer when it was written."""
+        """Copy former versions, and files that are gone, from the tier that has the most of them to the cold tiers that
+        did not answer when they were written."""
         followed = {(name, each.version) for name, each in self._files.items()}
         unread = {name for name, each in self._files.items() if not each.version}
-        versions = {(each.file, each.version) for segments in stored.values() for each in segments}
+        versions = {(segment.file, segment.version) for segments in stored.values() for segment in segments}
         for file, version in sorted(each for each in versions - followed if each[0] not in unread):
             paths = {tier: chain(segments) for tier, segments in _of_version(stored, file, version).items()}
             ends = {tier: path[-1].end if path else 0 for tier, path in paths.items()}
             best = max(ends, key=ends.__getitem__)
             for tier in (tier for tier, end in ends.items() if tier in self._context.cold and end < ends[best]):
-                if (pair := (file, version, best, tier)) in self._other_past:
-                    continue  # to compare them again would read all of the file again
+                if (pair := (file, version, best, tier)) in self._differing:
+                    continue  # comparing them again would read the whole file again
                 try:
                     if not await self._copy_segments(best, tier, paths[best], paths[tier]):
-                        self._other_past.add(pair)
+                        self._differing.add(pair)
                 except TierdError as error:
                     self._problems[f"{file} version {version} in {tier}"] = error
 
     async def _copy_segments(self, source: str, target: str, path: list[Segment], there: list[Segment]) -> bool:
-        """False where the target has another past. `path`: in the source. `there`: what the target has."""
+        """False if the target has other bytes of the file. `path`: the segments in the source. `there`: those in the
+        target."""
         if there:
             digest, end = hashlib.sha256(), there[-1].end
             async for segment, _, content in verified_segments(self._context.tiers[source], path):
@@ -349,14 +352,14 @@ class SidecarFollower:
         return True
 
     def _differs_for_long(self, followed: _Followed) -> bool:
-        """Whether the file has not begun with its stored content for long enough."""
+        """Whether the file has differed from its stored bytes for REWRITTEN_S."""
         now_s = self._context.monotonic_s()
         if followed.differs_since_s is None:
             followed.differs_since_s = now_s
         return now_s - followed.differs_since_s >= REWRITTEN_S
 
     def _report_rewritten(self, name: str, followed: _Followed, state: FileState, stored_bytes: int) -> None:
-        """Raise the alarm. `stored_bytes`: how much of its former content was known to be in a tier."""
+        """Raise the alarm. `stored_bytes`: how much of the file's former content is known to be in a tier."""
         if state.size < stored_bytes:
             what = f"it has {state.size} bytes, and had {stored_bytes}"
         else:
@@ -373,26 +376,26 @@ class SidecarFollower:
     # ── metrics and status ──
 
     def _record(self) -> None:
-        """The problems of this pass, in the log and the failures, once until they change."""
+        """Record each problem of this pass as a failure and in the log, once until it changes."""
         for name, error in self._problems.items():
             if self._recorded.get(name) != error.message:
                 self._context.incidents.record(self.name, error)
         self._recorded = {name: error.message for name, error in self._problems.items()}
 
     def _behind_s(self) -> float:
-        since_s = (each.changed_s for each in self._files.values() if each.changed_s is not None)
+        since_s = (file.changed_s for file in self._files.values() if file.changed_s is not None)
         return max((self._context.monotonic_s() - each for each in since_s), default=0.0)
 
 
 def _of_version(stored: dict[str, list[Segment]], file: str, version: int) -> dict[str, list[Segment]]:
-    """By tier."""
+    """The segments of one version of a file in each tier."""
     return {
-        tier: [each for each in segments if (each.file, each.version) == (file, version)]
+        tier: [segment for segment in segments if (segment.file, segment.version) == (file, version)]
         for tier, segments in stored.items()
     }
 
 
 def _reached(segments: list[Segment], version: int) -> tuple[int, str]:
-    """How far the segments of a version reach, and the digest up to there."""
-    path = chain([each for each in segments if each.version == version and not each.is_tail])
+    """The number of bytes that the segments of a version cover without a hole, and the digest of these bytes."""
+    path = chain([segment for segment in segments if segment.version == version and not segment.is_tail])
     return (path[-1].end, path[-1].after) if path else (0, "")

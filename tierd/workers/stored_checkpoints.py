@@ -25,7 +25,7 @@ CLOCKS_DIFFER = timedelta(hours=1)  # of the file server and this machine, at mo
 
 
 class StoredCheckpoints:
-    """Of a watched folder. `apart_s`: how much later than here the times of what is stored may be, where they are those
+    """The stored checkpoints of one watched folder. `apart_s`: how much later than here their times may be, if they are
     of node 0."""
 
     def __init__(self, context: DaemonContext, watch: WatchConfig, *, apart_s: float = 0.0) -> None:
@@ -52,7 +52,7 @@ class StoredCheckpoints:
         if changes != self._context.catalog.changes:  # a run may have many checkpoints, and the folder too
             future = (self._context.now() + CLOCKS_DIFFER).isoformat(timespec="microseconds")
             times = (entry.manifest.created_at for entry in self.entries())
-            newest = max((each for each in times if each < future), default="")
+            newest = max((time for time in times if time < future), default="")
             self._newest = self._context.catalog.changes, newest
         return newest
 

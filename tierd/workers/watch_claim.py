@@ -1,9 +1,10 @@
-"""Which of several daemons adopts from one folder: the one whose claim of the run's generation is in the cold tiers.
+"""Decides which of several daemons adopts from one folder: the one whose claim of the generation is in the cold tiers.
 
-The nodes may share the folder, and they share the cold tiers. The holder writes its claim again from time to time.
-When it has been silent for a while, another daemon claims the next generation, and the holder, if it comes back, stops.
-Where each node has a folder of its own, node 0 holds the claim: as with trainers, the daemon that was started last as
-node 0 takes over at once. Without a cold tier there is nothing to share, and every daemon adopts into its own hot tier.
+Several nodes may watch one shared folder, and they share the cold tiers. The holder of the claim writes it again at an
+interval. When it has not done so for TAKEOVER_S, another daemon claims the next generation, and the former holder stops
+adopting if it comes back. Where each node has a folder of its own, node 0 holds the claim, and the daemon that was
+started last as node 0 takes over at once, as with trainers. Without a cold tier, every daemon adopts into its own hot
+tier.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TIMEOUT_S = 20.0  # of one tier
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """`generation`: of the claim. `holder`: the node of the daemon that adopts; empty: this one."""
+    """The claim that counts now. `holder`: the node of the daemon that adopts; empty: this daemon."""
 
     generation: Generation
     holder: str = ""
@@ -46,12 +47,14 @@ class WatchClaim:
 
     def __init__(self, context: DaemonContext, run: Run, path: str, *, is_node_0: bool = False) -> None:
         self._context, self._run, self._is_node_0 = context, run, is_node_0
-        # The same after a restart of the daemon: it goes on with its own generation.
+        # It is the same after a restart of the daemon, which then goes on with its own generation.
         self.number = hashlib.sha256("\0".join((context.config.daemon.node, path, run)).encode()).hexdigest()[:32]
         self._held: Generation | None = None
         self._beat_s = -BEAT_S
         self._standing: Standing | None = None
-        self._silent: dict[str, tuple[object, float]] = {}  # by tier: the claim of the holder, and since when it is so
+        self._silent: dict[
+            str, tuple[object, float]
+        ] = {}  # by tier: the holder's claim, and since when it is unchanged
         self._asking = asyncio.Lock()
 
     async def run_once(self) -> bool:
@@ -60,7 +63,8 @@ class WatchClaim:
         return True
 
     async def standing(self, *, generation_min: int = 1) -> Standing:
-        """Who adopts now, in which generation: at least `generation_min`. Asks the tiers once in BEAT_S. Raises as hot."""
+        """Which daemon adopts now, and in which generation, `generation_min` or higher. Reads the tiers at most once in
+        BEAT_S. Raises what the claim in hot raises."""
         async with self._asking:
             context, now_s = self._context, self._context.monotonic_s()
             generation = Generation(max(generation_min, context.catalog.generation_max(self._run)))
@@ -92,7 +96,7 @@ class WatchClaim:
             why = "was node 0 of it before" if replaces else "is silent"
             log.warning("watch: %s, which adopts for %s, %s: this node takes over", holder, self._run, why)
             self._silent.clear()
-            await self._list()  # it may have adopted something that is not known here
+            await self._list()  # the former holder may have adopted checkpoints that this daemon does not know
             return await self._ask(Generation(generation + 1))
         if not holder and self._held != generation:
             if not await self._context.claim(self._context.hot, self._run, generation, self._claim):

@@ -1,4 +1,4 @@
-"""What a watcher found wrong or worth a note in its folder: for the status, the log, the metrics and the incidents."""
+"""Problems and notes of one watched folder, and where they are reported: status, log, metrics and incidents."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SHOWN_MAX = 10  # names in one line, and lines of one kind
 
 
 class WatchFindings:
-    """`problems`: of this pass, by the name of the entry; "" is the folder. `notes`: of this pass. `missed`: what the
-    framework deleted before it was adopted, since the start."""
+    """`problems`: those of this pass, by the name of the entry; "" is the folder itself. `notes`: those of this pass.
+    `missed`: checkpoints that the framework deleted before they were adopted, since the daemon's start."""
 
     def __init__(self, context: DaemonContext, run: Run, path: Path) -> None:
         self._context, self._run, self._path = context, run, path
@@ -32,7 +32,7 @@ class WatchFindings:
         self.problems, self.notes = {}, []
 
     def former(self, name: str) -> str:
-        """The problem that the entry had in the pass before."""
+        """The problem that the entry had in the last pass."""
         return self._recorded.get(name, "it failed")
 
     def count_missed(self, name: str) -> None:
@@ -41,7 +41,7 @@ class WatchFindings:
         log.warning("watch %s: %s", self._path, self.missed[-1])
 
     def record(self) -> None:
-        """The problems of this pass, in the log and the failures, once until they change."""
+        """Record each problem of this pass as a failure and in the log, once until it changes."""
         metrics = self._context.metrics
         for name, error in self.problems.items():
             if self._recorded.get(name) != error.message and not _is_awaited(name, error):
@@ -60,12 +60,12 @@ class WatchFindings:
 
 
 def _is_awaited(name: str, error: TierdError) -> bool:
-    """Whether it only says that the folder does not exist: the training may make it later."""
+    """Whether the error only says that the folder does not exist. The training may create it later."""
     return name == "" and isinstance(error, NotFound)
 
 
 def lines(found: Sequence[str]) -> list[str]:
-    """As the status shows them: the first ones, printable."""
+    """The first SHOWN_MAX lines, made printable, for the status."""
     return [printable(line) for line in found[:SHOWN_MAX]]
 
 

@@ -1,4 +1,4 @@
-"""What a watcher remembers of an entry of its folder from one pass to the next."""
+"""The state of one entry of a watched folder, which the watcher keeps from one pass to the next."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tierd.transfer.source_tree import SourceTree
 
 @dataclass(slots=True)
 class WatchedEntry:
-    """An entry of the folder as of the last pass. `key`: a number that changes when anything in the entry changes.
-    `since_s`: when the entry was first seen with this key. `is_late`: newer checkpoints had been adopted before it was
-    seen. `listed`: its files, read once it was unchanged for long enough. `is_done`: it was adopted or left alone, as
-    of `step`; `note` says why it was left alone. `was_named`: the preset's file beside the checkpoints has named it.
-    `tries`, `not_before_s`: how often its adoption failed, and when it is tried again. `is_refused`: it fails for a
-    reason that does not pass by itself."""
+    """An entry of the folder as of the last pass.
+
+    `key`: a number that changes when anything in the entry changes. `since_s`: when the entry was first seen with this
+    key. `is_late`: newer checkpoints had been adopted before it was first seen. `listed`: its files, read once it was
+    unchanged for long enough. `is_done`: it was adopted as `step`, or will not be adopted, and `note` says why.
+    `was_named`: the preset's file beside the checkpoints has named it. `tries`: how often its adoption has failed;
+    `not_before_s`: when it is tried again. `is_refused`: the last failure cannot pass without a person."""
 
     key: int
     since_s: float

@@ -1,9 +1,9 @@
 """Adopts the checkpoints that a framework writes into a folder, when they are complete. One worker for each [[watch]].
 
 A pass lists the folder and scans the checkpoints that may be new. A checkpoint is adopted when its preset says that it
-is complete and nothing in it has changed for a while. If anything in it changes while it is copied, it is not adopted.
-With inotify a change starts a pass; without it the folder is polled. Each problem is a line in the status and the log,
-and stops nothing else.
+is complete and nothing in it has changed for quiet_s. It is not adopted if anything in it changes while it is copied.
+With inotify a change starts a pass; without inotify the folder is polled. A problem with one checkpoint is reported in
+the status and the log, and does not stop the adoption of others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Watcher:
     def __init__(
         self, context: DaemonContext, watch: WatchConfig, make_room: MakeRoom, *, on_change: Callable[[], None]
     ) -> None:
-        """`on_change`: called on the event loop when a pass should begin."""
+        """`on_change`: called on the event loop when a pass should start."""
         self._context, self._watch = context, watch
         self.run: Run = check_run(watch.run)
         self.claim = WatchClaim(context, self.run, watch.path, is_node_0=watch.nodes > 1)
@@ -102,7 +102,8 @@ class Watcher:
         return True
 
     def unfinished(self, since_s: float) -> list[str]:
-        """What must still be adopted of what was written before `since_s`, as far as it will be complete."""
+        """The checkpoints that were written before `since_s` and are not adopted yet, without those that may never be
+        complete."""
         if self._passed_s < since_s:
             self._on_change()
             return [str(self._path)]
@@ -181,7 +182,7 @@ class Watcher:
         verdicts.waiting.update(unready)
         verdicts.quiet.update(name for name in unready if now_s - self._seen[name].since_s < self._watch.quiet_s)
         self._verdicts, self._listed_s = verdicts, now_s
-        # Without those that are being written again.
+        # Complete checkpoints that are being written again are not among them.
         self._complete_s = {name: self._complete_s.get(name, now_s) for name in verdicts.complete}
 
     def _to_scan(self, names: list[str]) -> list[str]:
@@ -199,7 +200,8 @@ class Watcher:
         return chosen
 
     async def _scan_entry(self, name: str, now_s: float) -> Listed | str:
-        """Its files, or why it cannot be judged yet; "" if nothing is left to do. Raises what `scan_entry` raises."""
+        """The entry's files, or why it cannot be judged yet; "" if there is nothing to do. Raises what `scan_entry`
+        raises."""
         tree = await self._pool.query(scan_entry, self._path / name)
         if tree is None:
             return ""
@@ -219,7 +221,7 @@ class Watcher:
         return seen.listed
 
     def _was_just_written(self, tree: SourceTree, now_s: float) -> bool:
-        """Whether it was written since the last pass. Then the clock was set back if older ones have later times."""
+        """Whether the tree was written since the last pass. If older trees have later times, the clock was set back."""
         age_s = self._context.now().timestamp() - tree.modified_ns / 1e9
         return self._listed_s is not None and 0 <= age_s <= now_s - self._listed_s + WRITTEN_SLACK_S
 
@@ -230,7 +232,7 @@ class Watcher:
             self._findings.count_missed(name)
 
     def _note_others(self, listing: Names, steps: list[str]) -> None:
-        """Note the names that are not checkpoints, and the preset that would fit them."""
+        """Note the names that are not checkpoints. Report a problem if only another preset fits the names."""
         others = sorted({*listing.folders} - {*steps} - {self._preset.beside})
         links = [name for name in listing.links if is_name(name, self._preset, is_folder=self._preset.is_folder)]
         if links:
@@ -254,7 +256,7 @@ class Watcher:
             return
         try:
             adopted_id(catalog, self.run, None, is_lenient=True)
-        except TierdError as error:  # it is not known what the run has, or tierd's client writes it
+        except TierdError as error:  # the checkpoints of the run are not known, or tierd's client writes the run
             self._findings.problems[""] = error
             return
         for name, step in self._verdicts.complete.items():
@@ -311,13 +313,13 @@ class Watcher:
     async def _adopt_part(
         self, parts: Announcements, name: str, step: int, seen: WatchedEntry, generation_min: int
     ) -> None:
-        """This node's part of a checkpoint that each node writes into a folder of its own."""
+        """Adopt this node's part of a checkpoint that each node writes into a folder of its own."""
         assert seen.tree is not None
         steps = self._verdicts.complete.values()
         announced = await parts.head(step, seen.tree, generation_min=generation_min, waiting=steps)
         if isinstance(announced, str):
             self._verdicts.waiting[name] = announced
-            if self._stored.has_newer(seen.tree):  # it is probably of a save that was killed: nothing awaits it
+            if self._stored.has_newer(seen.tree):  # the save was probably killed: do not wait for the other nodes
                 self._complete_s.pop(name, None)
             return
         await self._adopter.adopt(seen.tree.path, seen.key, announced.id, AnnouncedPart(announced, parts.node))
@@ -330,7 +332,7 @@ class Watcher:
         self._done(name, seen)
 
     def _done(self, name: str, seen: WatchedEntry, *, note: str = "") -> None:
-        """Mark it as adopted, or with a note as left alone."""
+        """Mark the entry as adopted, or, with a note, as not to be adopted."""
         seen.is_done, seen.is_adopted, seen.note, seen.tries, seen.listed = True, not note, note, 0, None
         self._complete_s.pop(name, None)
         if self._watch.source == "keep":
@@ -339,9 +341,9 @@ class Watcher:
     # ── removal ──
 
     async def _remove_sources(self) -> None:
-        """Delete the adopted checkpoints from the folder, except the newest, once every tier that keeps them has them.
-        Those that no tier keeps any more are deleted too. Those whose replica was lost or is foreign stay, and all of
-        them while a replica cannot be read."""
+        """Delete adopted checkpoints from the folder once every tier that keeps them has them, or no tier keeps them any
+        more. Keep the newest, keep those whose replica was lost or is foreign, and keep all while a replica cannot be
+        read."""
         step_of = {name: seen.step for name, seen in self._seen.items() if seen.is_adopted and seen.is_done}
         adopted, steps = sorted(step_of, key=step_of.__getitem__), self._stored.needed_steps(step_of.values())
         if not adopted or self._holder or steps is None:

@@ -155,7 +155,7 @@ class TierdWriter(_OnAllRanks, StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0. `metadata` is not stored: the headers of the shards have the same content."""
+        """Called on rank 0. `metadata` is not stored: the headers of the shards have the same content."""
         metadata.storage_meta = self.storage_meta()
         if self._wait_persisted and self.shot is not None:
             self.shot.wait_persisted()
@@ -284,7 +284,7 @@ class TierdReader(_OnAllRanks, StorageReader):
             self._request = replace(self._request, step=step_of(checkpoint_id))
 
     def read_metadata(self) -> Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Without the base's **kwargs: with them DCP would call it again on single ranks after an error."""
+        """Lacks the base's **kwargs: with them DCP would call it again on single ranks after an error."""
         self._contents = None
         self._client.inspect(self._request, self._read_contents)
         assert self._contents is not None

@@ -56,10 +56,10 @@ class TierdCheckpointer(CheckpointManager):
         """The daemon's socket. Default $TIERD_SOCKET, then ./.tierd/tierd.sock."""
 
         keep_latest_k: int = 0
-        """Only 0: tierd's lifecycle decides what is kept."""
+        """Must be 0: tierd's lifecycle decides what is kept."""
 
         last_save_model_only: bool = False
-        """Only for the export of `last_save_in_hf`: tierd's last checkpoint is whole."""
+        """Applies only to the export of `last_save_in_hf`: tierd's last checkpoint has the whole state."""
 
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)

@@ -33,7 +33,7 @@ NUMBERS = (
     "_total_train_tokens",  # of TRL
 )
 STEP_FIELDS = ("global_step", "num_input_tokens_seen", "total_flos", "log_history")
-"""Of TrainerState: what a rollback restores. The epoch goes on, and the best checkpoint exists."""
+"""The fields of TrainerState that a rollback restores. The epoch goes on, and the best checkpoint still exists."""
 METRICS = ("_metrics", "_stored_metrics")  # of TRL: {mode: {name: the values since the last log}}
 
 

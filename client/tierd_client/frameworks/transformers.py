@@ -203,7 +203,7 @@ class TierdCallback(TrainerCallback):
         self._leave()
 
     def _training_step(self, train: Any, *arguments: Any, **more: Any) -> torch.Tensor:
-        """In place of Trainer's method: takes the loss before Trainer filters it."""
+        """Replaces Trainer's method: takes the loss before Trainer filters it."""
         loss = train(*arguments, **more)
         self._losses.append(loss.detach())
         return loss
@@ -248,7 +248,7 @@ class TierdCallback(TrainerCallback):
             self._progress.restore_last()
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        """In place of Trainer's method, which computes the mean loss and loads the best model."""
+        """Replaces Trainer's method, which computes the mean loss and loads the best model."""
         trainer: Any = self._trainer
         self._restore_last()
         if not self.stopped:

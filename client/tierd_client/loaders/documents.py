@@ -115,7 +115,7 @@ class DocumentLoader:
         return msgspec.to_builtins(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """On as many ranks as before. Raises Mismatch when a file or the list of files has changed since."""
+        """Continue on as many ranks as before. Raises Mismatch when a file or the list of files has changed since."""
         (saved,) = self._restore([state])
         if len(saved.workers) == len(self._workers):
             self._workers, self._turn = saved.workers, saved.turn
@@ -123,7 +123,8 @@ class DocumentLoader:
             self._workers, self._turn = self._share_among_workers(merge(saved.workers)), 0
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """From all ranks of another world size: the rest of the pass is shared out again. Raises as load_state_dict."""
+        """Take the states of all ranks of another world size, and divide the rest of the pass again. Raises as
+        load_state_dict."""
         saved = self._restore(states)
         self._workers, self._turn = self._share_of_rank(_merge_ranks(saved)), 0
 

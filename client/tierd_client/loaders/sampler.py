@@ -117,11 +117,11 @@ class ResumableSampler(Sampler[list[int]]):
         return msgspec.to_builtins(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Also restores seed and order. Raises Mismatch when the state is that of another dataset."""
+        """Restore position, seed and order. Raises Mismatch when the state is that of another dataset."""
         self.load_state_dicts([state])
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """From all ranks of another world size: the rest of the epoch is shared out again, each sample once.
+        """Take the states of all ranks of another world size, and divide the rest of the epoch again, each sample once.
 
         Raises Mismatch when the ranks were at different positions.
         """

@@ -88,7 +88,7 @@ def is_over_nodes(session: DaemonSession, ranks: Ranks) -> bool:
         held = session.inventory(
             wire.Inventory(request=0, step=None, generation=None, milestone=None, lists_cold=False)
         )
-        return bool(held.copies) or any(each.part_in for each in held.checkpoints)
+        return bool(held.copies) or any(checkpoint.part_in for checkpoint in held.checkpoints)
 
     return ranks.maximum([int(ranks.run_on_all(has_parts))])[0] > 0
 
@@ -126,7 +126,7 @@ class NodeReplicas:
             log.error("tierd: a tier could not be listed, a newer checkpoint may be there: %s", reason)
         checkpoints, copies = list(held.checkpoints), held.copies
         # A node may be far ahead of another one: what both have is then far down its list.
-        while len(held.checkpoints) == HELD_MAX and any(each.part_in for each in held.checkpoints):
+        while len(held.checkpoints) == HELD_MAX and any(checkpoint.part_in for checkpoint in held.checkpoints):
             if len(checkpoints) >= HELD_OF_NODE_MAX:
                 break
             oldest = held.checkpoints[-1]

@@ -79,7 +79,7 @@ class Replica(AbstractContextManager["Replica"]):
         self.descriptors.clear()
 
     def files(self) -> list[SourceFile]:
-        """Its shards, open until the `with` block ends. Raises Corrupt when a file is too short."""
+        """The replica's shards, open until the `with` block ends. Raises Corrupt when a file is too short."""
         return [
             SourceFile(f"{self.manifest.id}/{entry.name} in {self.tier}", descriptor, entry, may_change=self.may_change)
             for entry, descriptor in zip(self.manifest.files, self.descriptors, strict=True)

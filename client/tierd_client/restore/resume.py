@@ -1,4 +1,4 @@
-"""Where a training starts: at the newest checkpoint, at a named one, at one of another run or a directory, or afresh.
+"""Decides where a training starts: at the newest checkpoint, a named one, one of another run or a directory, or afresh.
 
 Training never silently starts at step 0. "auto" starts fresh only when every tier was listed and holds nothing of the
 run, "scratch" only then or by force, "require" never. Rank 0's choice applies to all ranks: all do the same or raise.
@@ -121,7 +121,8 @@ def restore_by_policy(
 def _restore_run(
     session: DaemonSession, ranks: Ranks, run: str, request: RestoreRequest, read: ReadReplica, read_own: ReadReplica
 ) -> Replica:
-    """Only a run without checkpoints begins at those of another: the same command after a kill goes on with its own."""
+    """Start a run that has no checkpoints at one of another run. After a kill, the same command continues the run's own
+    checkpoints."""
     if run == session.hello.run:
         raise BadConfig(f"restore {run} with resume='run:{run}': it is this run", hint='"auto", or a step of it')
     own_request = RestoreRequest(allow_unhealthy=request.allow_unhealthy)

@@ -29,11 +29,13 @@ def check_memory(ranks: Ranks, size_bytes: int, limit: MemoryLimit | None, *, no
     """
     own = _Demand(size_bytes, limit.identity if limit is not None else None, node)
     demands = [msgspec.json.decode(raw, type=_Demand) for raw in ranks.gather(msgspec.json.encode(own))]
-    ranks.raise_on_all(_why_full([each for each in demands if (each.cgroup, each.node) == (own.cgroup, node)], limit))
+    ranks.raise_on_all(
+        _why_full([demand for demand in demands if (demand.cgroup, demand.node) == (own.cgroup, node)], limit)
+    )
 
 
 def _why_full(demands: list[_Demand], limit: MemoryLimit | None) -> Full | None:
-    needed_bytes = sum(each.size_bytes for each in demands)
+    needed_bytes = sum(demand.size_bytes for demand in demands)
     if limit is None or needed_bytes <= limit.free_bytes:
         return None
     ranks = "this rank" if len(demands) == 1 else f"the {len(demands)} ranks of this cgroup"

@@ -257,6 +257,6 @@ class SlotPool:
         return True
 
     def _unanswered(self) -> list[_PooledSlot]:
-        """Those with a snapshot that was sent and not acknowledged."""
+        """The slots whose snapshot was sent and is not acknowledged."""
         sent = (PooledSlotState.SENT, PooledSlotState.RESENT)
         return [pooled for pooled in self._slots.values() if pooled.state in sent]

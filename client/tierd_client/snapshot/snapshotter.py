@@ -42,7 +42,7 @@ VERSIONS = {"tierd": tierd.__version__, "torch": str(torch.__version__), "python
 
 
 class Snapshotter:
-    """Also keeps the handles of its snapshots, and passes the daemon's messages to them as a Listener."""
+    """Takes the snapshots of one rank, keeps their handles, and passes the daemon's messages to them as a Listener."""
 
     def __init__(self, generation: Generation, ranks: Ranks, step_times: StepTimes) -> None:
         self.overlap = Overlap(generation, step_times)
@@ -265,7 +265,7 @@ class Snapshotter:
         self.everywhere.keeps_copies = self._partner is not None
 
     def _tell_nodes(self) -> None:
-        """On the lowest rank of a node, once the ranks have told each other their nodes."""
+        """Send the partner and the roster to the daemon. Only the lowest rank of a node has them."""
         if self._nodes:
             send_roster(self._generation.session, self._nodes)
         if self._partner is not None:

@@ -258,6 +258,6 @@ def _form(content: object) -> str:
 
 
 def described(parts: Parts, place: Place) -> object:
-    """Without its class: the content, and of an Enum member its name. For exports."""
+    """The content of an object without its class, or the name of an Enum member, for exports."""
     del place
     return parts.content

@@ -16,7 +16,7 @@ from tierd_client.state.tensors import CapturedTensor, sample_of
 COMPARED_PER_SNAPSHOT = 8
 COPIED_BYTES_MAX = 64 << 10  # of a tensor that each node writes: an optimizer's step, a norm's weight
 ABSENT = -(1 << 62)
-"""In place of a sample that this rank cannot take: below every sample."""
+"""Stands for a sample that this rank cannot take: lower than every sample."""
 
 HINT = (
     "a tensor that differs between ranks must be a DTensor, or belong to extra; if it differs on purpose, name it in "

@@ -1,4 +1,4 @@
-"""Where torchdata's StatefulDataLoader reads a stream without a state: what it does not count right."""
+"""Checks the state of torchdata's StatefulDataLoader: refuses a stream that it would not resume correctly."""
 
 from __future__ import annotations
 

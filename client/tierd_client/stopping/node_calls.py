@@ -102,7 +102,7 @@ class NodeCalls:
                 log.warning("tierd: requests to stop no longer pass between the nodes: %s", why)
 
     def _pass_on(self, store: CallStore, rank: int) -> None:
-        """Until the close, or until the other nodes are to be interrupted."""
+        """Run until the close, or until the other nodes must be interrupted."""
         written = 0
         while not (self._is_over or self._has_forced):
             self._wake.clear()

@@ -289,14 +289,14 @@ class StopRequests:
             self._interrupt()
 
     def catch_signals(self) -> None:
-        """On the main thread only: Python allows it nowhere else."""
+        """Install the handlers, if this is the main thread: Python allows it nowhere else."""
         if threading.current_thread() is threading.main_thread():
             self._is_catching = True
             for number in self._signals.keys() - self._former_handlers.keys():
                 self._former_handlers[number] = signal.signal(number, self._on_signal)
 
     def release_signals(self) -> None:
-        """In any order: a handler that another client has installed above this one stays in place."""
+        """Remove the handlers. One that another client has installed above these stays in place."""
         self._is_catching = False
         for number, former in list(self._former_handlers.items()):
             installed = signal.getsignal(number)
