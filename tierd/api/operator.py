@@ -219,7 +219,7 @@ class Operator:
         report.at_risk = self._at_risk(run, report, on_hot_disk)
         # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
-        unhealthy |= {each.id for each in self._memory.complete(run) if each.is_unhealthy}
+        unhealthy |= {snapshot_set.id for snapshot_set in self._memory.complete(run) if snapshot_set.is_unhealthy}
         oldest_first = sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)
         report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
         return report
@@ -290,10 +290,11 @@ class Operator:
         """The memory tier's checkpoints as manifests, and parts as node files. Sizes are exact; checksums may be
         missing."""
         return [
-            one.make_node_file()
-            if one.node is not None
-            else one.manifest or one.make_manifest(sequence=self._catalog.sequence_max(one.id.run) + 1)
-            for one in self._memory.complete()
+            snapshot_set.make_node_file()
+            if snapshot_set.node is not None
+            else snapshot_set.manifest
+            or snapshot_set.make_manifest(sequence=self._catalog.sequence_max(snapshot_set.id.run) + 1)
+            for snapshot_set in self._memory.complete()
         ]
 
     # ── routes ──

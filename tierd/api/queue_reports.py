@@ -17,7 +17,7 @@ def queue_reports(context: DaemonContext, due_every_s: Mapping[str, float]) -> l
     """For hot: the snapshots that are not durable yet; for each cold tier: the checkpoints that it should have.
     `due_every_s`: by cold tier."""
     memory, catalog, now = context.memory, context.catalog, context.now()
-    ages = [time.monotonic() - one.sealed_at_s for one in memory.pending()]
+    ages = [time.monotonic() - snapshot_set.sealed_at_s for snapshot_set in memory.pending()]
     queues = [_queue(HOT, ages)]
     since_s = min(map(memory.unsaved_since_s, memory.runs()), default=math.inf)
     queues[0].oldest_age_s = round(max(0.0, context.monotonic_s() - since_s), 1)

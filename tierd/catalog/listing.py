@@ -217,7 +217,7 @@ async def newest_claim(catalog: Catalog, tier: Tier, run: Run, *, above: int) ->
     nobody can have reached does not count. One LIST, and one GET if there is one."""
     is_trusted = tier.keyring is not None
     limit = GENERATION_SEEN_MAX if is_trusted else catalog.claims.generation_limit(run, time.time())
-    found = [layout.parse_generation_key(each.key) for each in await tier.store.list(layout.generation_prefix(run))]
+    found = [layout.parse_generation_key(stored.key) for stored in await tier.store.list(layout.generation_prefix(run))]
     newer = sorted((each[1] for each in found if each is not None and above < each[1] <= limit), reverse=True)
     for generation in newer[:CLAIMS_KEPT]:
         claim = await tier.claim(run, generation)

@@ -18,7 +18,7 @@ from tierd.transfer.history_source import HistorySource
 
 
 def check_bucket(url: str, config: Config) -> ColdConfig:
-    """The settings to open the bucket with. Raises BadConfig if the URL is not s3://bucket/prefix, or overlaps a tier."""
+    """The settings for the bucket. Raises BadConfig if the URL is not s3://bucket/prefix, or overlaps a tier."""
     parts = urlsplit(url)
     if not parts.netloc or parts.query or parts.fragment:
         raise BadConfig(f"adopt {url}: expected s3://bucket/prefix")

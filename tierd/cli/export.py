@@ -172,7 +172,7 @@ async def _write_safetensors(
                     progress=progress,
                 )
         if len(files) > 1:
-            weight_map = {one.name: name for name, file in zip(names, files, strict=True) for one in file.tensors}
+            weight_map = {tensor.name: name for name, file in zip(names, files, strict=True) for tensor in file.tensors}
             total_bytes = sum(tensor.size_bytes for file in files for tensor in file.tensors)
             index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
             encoded = msgspec.json.format(msgspec.json.encode(index), indent=2)

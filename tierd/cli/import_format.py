@@ -27,7 +27,7 @@ _BY_SUFFIX = {
 
 
 def format_of(path: Path) -> ForeignFormat:
-    """Raises NotFound, BadConfig when it is not a regular file, and Unsupported for a format that tierd does not read."""
+    """Raises NotFound, BadConfig when it is not a regular file, and Unsupported for a format that tierd cannot read."""
     try:
         is_folder = path.is_dir()
     except OSError as error:  # such as a name that is too long

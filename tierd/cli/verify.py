@@ -113,7 +113,7 @@ async def verify(
         if place is None:
             _note_waiting(tiers, settings.config(), checked)
     print_report(replicas, as_json=json, text=_print)
-    if any(not one.is_whole and one.unread is None for one in replicas):
+    if any(not replica.is_whole and replica.unread is None for replica in replicas):
         return Corrupt.exit_code
     return exit_code(unread, of=len(replicas)) or (PARTIAL if unreachable else 0)
 

@@ -33,7 +33,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.claim) and self.claim == other.claim
 
     def is_of_same_hot(self, other: Claim) -> bool:
-        """Whether both claims are of one hot tier. Compares the nodes too: a copy of a disk has the original's identity."""
+        """Whether both are of one hot tier. Also compares nodes: a copy of a disk has the identity of the original."""
         return bool(self.hot) and (self.node, self.hot) == (other.node, other.hot)
 
     def had_expired(self, other: Claim, grace_s: float) -> bool:

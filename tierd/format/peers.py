@@ -11,7 +11,7 @@ NEWEST_BYTES_MAX = 16 << 10  # the same with one part and one copy; thousands of
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The address where other nodes read the parts of a run that a daemon has, host:port, and the token that opens them.
+    """The address where other nodes read a daemon's parts of a run, as host:port, and the token that opens them.
     `fingerprint`: the SHA-256 of its TLS certificate, in hex; empty: it answers in plain HTTP."""
 
     address: str

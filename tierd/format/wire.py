@@ -32,8 +32,7 @@ PROTOCOL_VERSION = 1
 PROTOCOLS_SPOKEN = range(max(1, PROTOCOL_VERSION - 1), PROTOCOL_VERSION + 1)  # by a daemon: its own, the previous one
 MESSAGE_BYTES_MAX = 64 << 10
 SLOTS_MIN, SLOTS_MAX = 2, 16  # of one rank: one holds the newest snapshot while another is filled
-TEXT_CHARS_MAX = 4096  # of an error or a detail: it must fit one message
-REASON_CHARS_MAX = 1000  # of why a run has ended
+TEXT_CHARS_MAX, REASON_CHARS_MAX = 4096, 1000  # of an error or a detail, and of why a run ended: one message has both
 DESCRIPTORS_MAX = 253  # the kernel's own limit, SCM_MAX_FD
 CHUNKS_BYTES_MAX = 48 << 10  # of `Find.chunks`: enough for 26 TB in chunks of 64 MiB, and leaves room for the rest
 

@@ -36,13 +36,15 @@ class RunMemory:
     @property
     def is_idle(self) -> bool:
         """No rank is connected, and there is nothing left to persist."""
-        return not self.present and not any(each.is_pending for each in self.sets.values())
+        return not self.present and not any(snapshot_set.is_pending for snapshot_set in self.sets.values())
 
     @property
     def unsaved_since_s(self) -> float:
         """When the first set was complete since the newest one that was persisted; infinite if that is the newest."""
-        persisted = [each.sealed_at_s for each in self.sets.values() if each.is_in(SlotState.RETAINED)]
-        unsaved = [each.sealed_at_s for each in self.sets.values() if each.is_pending]
+        persisted = [
+            snapshot_set.sealed_at_s for snapshot_set in self.sets.values() if snapshot_set.is_in(SlotState.RETAINED)
+        ]
+        unsaved = [snapshot_set.sealed_at_s for snapshot_set in self.sets.values() if snapshot_set.is_pending]
         unsaved += [self.lost_since_s] if self.present or unsaved else []  # else nobody can save it any more
         return min((at_s for at_s in unsaved if at_s > max(persisted, default=-math.inf)), default=math.inf)
 
@@ -65,10 +67,12 @@ class RunMemory:
         """Whether a rank that is connected fills a slot, or all ranks that an incomplete set lacks are connected."""
         slots = [slot for rank in self.present for slot in self.slots.get(rank, {}).values()]
         open_sets = [
-            each for each in self.sets.values() if each.id.generation == self.generation and not each.is_complete
+            snapshot_set
+            for snapshot_set in self.sets.values()
+            if snapshot_set.id.generation == self.generation and not snapshot_set.is_complete
         ]
         return any(slot.state is SlotState.FILLING for slot in slots) or any(
-            set(each.ranks) <= each.snapshots.keys() | self.present for each in open_sets
+            set(snapshot_set.ranks) <= snapshot_set.snapshots.keys() | self.present for snapshot_set in open_sets
         )
 
     def detach(self, rank: Rank) -> None:
@@ -77,5 +81,7 @@ class RunMemory:
 
     def close_if_empty(self, slot: MappedSlot) -> None:
         """Close a detached slot, unless it holds a snapshot; then `discard` closes it."""
-        if not any(snapshot.slot is slot for each in self.sets.values() for snapshot in each.snapshots.values()):
+        if not any(
+            snapshot.slot is slot for snapshot_set in self.sets.values() for snapshot in snapshot_set.snapshots.values()
+        ):
             slot.close()

@@ -48,7 +48,7 @@ class MemoryTier:
             memory.node = node
             memory.present.clear()
             memory.given_up.clear()
-            for incomplete in [each for each in memory.sets.values() if not each.is_complete]:
+            for incomplete in [snapshot_set for snapshot_set in memory.sets.values() if not snapshot_set.is_complete]:
                 memory.discard(incomplete, SlotEvent.SUPERSEDE)
             for removed in [each for each in memory.slots if each not in memory.ranks]:
                 memory.detach(removed)
@@ -208,7 +208,12 @@ class MemoryTier:
     def pending(self) -> list[SnapshotSet]:
         """Complete sets that are not persisted: the last ones of runs that stop, then by number of failed attempts,
         then oldest first."""
-        pending = [each for memory in self._runs.values() for each in memory.sets.values() if each.is_pending]
+        pending = [
+            snapshot_set
+            for memory in self._runs.values()
+            for snapshot_set in memory.sets.values()
+            if snapshot_set.is_pending
+        ]
         return sorted(pending, key=lambda each: (not each.is_last, each.failures, each.sealed_at_s))
 
     def unsaved_since_s(self, run: Run) -> float:
@@ -318,7 +323,9 @@ class MemoryTier:
     def complete(self, run: Run | None = None) -> list[SnapshotSet]:
         """The sets that can be restored, of one run or of all; newest first within a run."""
         of_runs = self._runs.values() if run is None else [self._get(run)]
-        complete = [each for memory in of_runs for each in memory.sets.values() if each.is_complete]
+        complete = [
+            snapshot_set for memory in of_runs for snapshot_set in memory.sets.values() if snapshot_set.is_complete
+        ]
         return sorted(complete, key=lambda each: each.id.recency, reverse=True)
 
     def find(self, checkpoint: CheckpointId) -> SnapshotSet | None:
@@ -328,7 +335,7 @@ class MemoryTier:
 
     def newest_restorable(self, run: Run) -> SnapshotSet | None:
         """The newest complete set that is not known to be unhealthy."""
-        return next((each for each in self.complete(run) if not each.is_unhealthy), None)
+        return next((snapshot_set for snapshot_set in self.complete(run) if not snapshot_set.is_unhealthy), None)
 
     def slot_counts(self) -> Counter[SlotState]:
         return Counter(

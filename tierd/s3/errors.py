@@ -130,7 +130,7 @@ def code_of(error: BaseException | None) -> str:
 
 
 def trouble_of(error: BaseException | None) -> Trouble:
-    """The trouble behind boto3's exception. An error without an answer of S3 is TRANSIENT, unless its name says more."""
+    """The trouble behind boto3's exception. An error without an answer is TRANSIENT, unless its name says more."""
     code = code_of(error)
     if code in _KNOWN:
         return _KNOWN[code][0]

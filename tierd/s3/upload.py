@@ -215,7 +215,7 @@ class Upload:
         return checksum.encode(checksum.combine(zip(sums, (size for _, size in chunks), strict=True)))
 
     def _is_proof(self, answer: Answer) -> bool:
-        """Whether the answer proves the checksum. It does only if it names the type: some servers repeat what was sent."""
+        """Whether the answer proves the checksum: it must name the type. Some servers repeat what they were sent."""
         return answer.get("ChecksumType") == "FULL_OBJECT" and whole_checksum(answer) == self.entry.crc64nvme
 
     # ── continuing an interrupted upload ──

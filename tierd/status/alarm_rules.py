@@ -110,7 +110,7 @@ def _is_over(failure: FailureReport, status: StatusReport, now: datetime) -> boo
         return False
     parts = [run.nodes.parts.get(HOT) for run in status.runs if run.nodes is not UNSET]
     newest = [run.tiers.get(HOT) for run in status.runs]
-    ages_s = [each.age_s for each in (*newest, *parts) if each is not None and each.age_s is not None]
+    ages_s = [report.age_s for report in (*newest, *parts) if report is not None and report.age_s is not None]
     return min(ages_s, default=math.inf) < _age_s(failure, now)
 
 
@@ -214,8 +214,8 @@ def _of_queue(queue: QueueReport, recent: list[FailureReport], now: datetime) ->
     if not queue.checkpoints:
         return
     copied_s = math.inf if queue.last_copy_age_s is None else queue.last_copy_age_s
-    passing = [each for each in recent if each.stage == "replicate" and each.kind in _PASSING]
-    if fails := [each for each in passing if _age_s(each, now) < copied_s]:
+    passing = [failure for failure in recent if failure.stage == "replicate" and failure.kind in _PASSING]
+    if fails := [failure for failure in passing if _age_s(failure, now) < copied_s]:
         what = f"copies to {queue.tier} fail: {fails[0].message}"
         command = f"tierd doctor --tier {queue.tier}"
         yield _alarm("TierdColdRequestsFail", WARNING, what, "cold-unreachable", command)
@@ -290,7 +290,7 @@ def _without_commit_s(run: RunReport) -> float:
     durable = [tier for tier, each in run.tiers.items() if each is not None and tier != MEMORY]
     if not newest and (durable or (nodes is not None and nodes.parts)):
         return 0.0
-    commit_s = min((each.age_s for each in newest if each.age_s is not None), default=None)
+    commit_s = min((report.age_s for report in newest if report.age_s is not None), default=None)
     return min((each for each in (commit_s, run.attached_s) if each is not None), default=0.0)
 
 

@@ -69,7 +69,8 @@ def checkpoint_rows(
     entries = {entry.id: entry for entry in catalog.entries(run)}
     manifests = held | {checkpoint: entry.manifest for checkpoint, entry in entries.items()}
     candidates = {
-        each.id: each for each in selectable_replicas(catalog, run, in_memory=whole, health=health).candidates
+        candidate.id: candidate
+        for candidate in selectable_replicas(catalog, run, in_memory=whole, health=health).candidates
     }
     parts = {checkpoint: parts_of(catalog, checkpoint, held.get(checkpoint)) for checkpoint in manifests}
     for checkpoint in manifests.keys() - candidates.keys():  # a part, and no tier has it whole

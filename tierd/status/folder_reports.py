@@ -29,7 +29,7 @@ class WatchReport(msgspec.Struct, kw_only=True):
 
 
 class SidecarReport(msgspec.Struct, kw_only=True):
-    """The files of `sidecars.keep`. `behind_s`: the age of the oldest change that a tier may lack. `rewritten`: by file,
+    """The files of `sidecars.keep`. `behind_s`: age of the oldest change that a tier may lack. `rewritten`: by file,
     how often its copied bytes have changed since the daemon's start. `problems`: what prevents a copy."""
 
     path: str

@@ -56,7 +56,7 @@ class AdoptedOutput:
             self._narrow.append((path, mode, os.stat(folder)))
 
     def finish(self, published: Path) -> None:
-        """Set the final modes of folders into which their owner may not write: with these modes they could not be moved.
+        """Set the final modes of folders into which their owner may not write. With these modes they cannot be moved.
 
         Raises OSError if one is not the folder that was built: other users may be able to write where it is now."""
         for path, mode, built in self._narrow:

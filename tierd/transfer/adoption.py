@@ -40,7 +40,7 @@ THREADS = 4
 @dataclass(slots=True)
 class Adoption(abc.ABC):
     """One attempt to copy a tree. `files`: the stored files, in the manifest's order. `cloned_bytes`: the bytes of them
-    that share blocks with the source. `node`: the number of this node, if several nodes adopt one checkpoint together."""
+    that share blocks with the source. `node`: the number of this node, if several adopt one checkpoint together."""
 
     tree: SourceTree
     node: int | None = field(default=None, kw_only=True)

@@ -129,7 +129,7 @@ def _plot(
         if parent is not None and parent.generation != generation:
             # The parent itself may have been deleted meanwhile.
             before = [
-                each for each in points if each[1].generation == parent.generation and each[1].step <= parent.step
+                point for point in points if point[1].generation == parent.generation and point[1].step <= parent.step
             ]
             start = point(before[-1][0], before[-1][2]) if before else ""
         lines.append(Line(generation, " ".join(point(x, value) for x, _, value in own), start))

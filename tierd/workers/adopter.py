@@ -44,7 +44,7 @@ def _shares_blocks(tree: SourceTree, hot: Path) -> bool:
 
 
 class AnnouncedPart(NamedTuple):
-    """A node's part of a checkpoint that several nodes adopt together. `announced`: the head that node 0 has written."""
+    """A node's part of a checkpoint that several nodes adopt together. `announced`: the head that node 0 wrote."""
 
     announced: Announced
     node: int
@@ -58,7 +58,7 @@ class Adopter:
         self._space = HotSpace(context.hot, make_room)
 
     async def adopt(self, path: Path, key: int, checkpoint: CheckpointId, part: AnnouncedPart | None = None) -> None:
-        """`key`: the `tree_key` of the complete tree. `part`: set if several nodes adopt the checkpoint together. Raises
+        """`key`: the `tree_key` of the complete tree. `part`: set if several nodes adopt the checkpoint. Raises
         what `scan` and a put into hot raise, and Transient when the tree has changed. Leaves nothing in hot then."""
         context = self._context
         tree = await scan_settled(path, self._pool, context.now)

@@ -95,7 +95,7 @@ def _is_awaited(context: DaemonContext, tier: str, checkpoint: CheckpointId) -> 
         return False  # a person must decide
     if not context.catalog.is_part_sent(tier, checkpoint):
         return True
-    # This node's part was sent. The daemon of rank 0 waits for the parts of the other nodes, and commits the checkpoint.
+    # This node's part was sent. The daemon of rank 0 waits for those of the other nodes, and commits the checkpoint.
     part = next((part for part in context.catalog.sent_parts(tier) if part.id == checkpoint), None)
     return part is not None and context.is_home(checkpoint.run) and not _is_overtaken(context, tier, part)
 

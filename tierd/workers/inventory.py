@@ -30,7 +30,7 @@ async def inventory(context: DaemonContext, restorer: Restorer, run: Run, asked:
     unlisted = await restorer.list_run(run) if asked.lists_cold else catalog.unlisted()
     query = CheckpointQuery(run=run, step=asked.step, generation=asked.generation, milestone=asked.milestone)
     entries = {entry.id: entry for entry in catalog.entries(run)}
-    in_memory = {each.id: each for each in context.memory.complete(run)}
+    in_memory = {snapshot_set.id: snapshot_set for snapshot_set in context.memory.complete(run)}
     known = [
         checkpoint
         for checkpoint in {*entries, *in_memory}
@@ -47,7 +47,10 @@ async def inventory(context: DaemonContext, restorer: Restorer, run: Run, asked:
     reasons = [f"{printable(name)}: {printable(why)}"[:UNLISTED_CHARS] for name, why in unlisted.items()]
     return Held(
         request=asked.request,
-        checkpoints=[_held(each, entries.get(each), in_memory.get(each), list(catalog.tiers)) for each in newest],
+        checkpoints=[
+            _held(checkpoint, entries.get(checkpoint), in_memory.get(checkpoint), list(catalog.tiers))
+            for checkpoint in newest
+        ],
         unlisted=reasons[:UNLISTED_MAX],
         peer=context.peer_key.of(run),
         copies=[_copy(part) for part in copies[:COPIES_MAX]],

@@ -112,7 +112,7 @@ class PartCopier:
             return None
         created = [own.created for own in self._uncopied(run, partner) if own.created is not None]
         # The time is that of the node of rank 0, whose clock may be ahead.
-        return max((max(0.0, (self._context.now() - each).total_seconds()) for each in created), default=0.0)
+        return max((max(0.0, (self._context.now() - time).total_seconds()) for time in created), default=0.0)
 
     def _uncopied(self, run: Run, partner: Partner) -> list[NodeFile]:
         """This node's parts of the newest checkpoints without a copy of the partner's, newest first. Where the partner
@@ -219,5 +219,5 @@ class PartCopier:
     def _is_left(self, run: Run) -> bool:
         """Whether no trainer of the run was here for a long time."""
         created = [part.created for part in self._copies.of_run(run)]
-        is_old = all(each is not None and self._context.now() - each > LEFT_AFTER for each in created)
+        is_old = all(time is not None and self._context.now() - time > LEFT_AFTER for time in created)
         return is_old and run not in self._context.memory.runs()

@@ -243,9 +243,9 @@ class Reaper:
         self._selected = {entry.id: self._selected[entry.id] - entry.tiers for entry in entries if HOT in entry.tiers}
         is_home = self._context.is_home
         own = [
-            each
-            for each in deletions(decided, self._context.config)
-            if each.tier == HOT or is_home(each.checkpoint.run)
+            deletion
+            for deletion in deletions(decided, self._context.config)
+            if deletion.tier == HOT or is_home(deletion.checkpoint.run)
         ]
         return [deletion for deletion in own if self._only_run in (None, deletion.checkpoint.run)]
 

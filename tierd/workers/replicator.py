@@ -134,7 +134,9 @@ class Replicator:
             each for each in pending(self._catalog, self._context.config, self._cold.name) if each not in gone
         ]
         awaited = {checkpoint for checkpoint in checkpoints if self._awaits_verdict(checkpoint)}
-        self._unexamined = {each: self._unexamined[each] for each in checkpoints if each in self._unexamined}
+        self._unexamined = {
+            checkpoint: self._unexamined[checkpoint] for checkpoint in checkpoints if checkpoint in self._unexamined
+        }
         self._awaits_verdicts = bool(awaited)
         return [checkpoint for checkpoint in checkpoints if checkpoint not in awaited]
 

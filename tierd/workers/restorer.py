@@ -98,7 +98,7 @@ class Restorer:
         while True:
             # What memory released meanwhile is in hot.
             # A part of a run over several nodes is not restored from here.
-            in_memory = {each.id for each in self._memory.complete(run) if each.node is None}
+            in_memory = {snapshot_set.id for snapshot_set in self._memory.complete(run) if snapshot_set.node is None}
             state = (self._catalog.changes, in_memory, len(health))
             if state != selected_from:
                 selected_from = state
@@ -195,7 +195,11 @@ class Restorer:
         yet, or it is so new that another node may be copying. A part that misses others for good holds up no run."""
         context = self._context
         parts = [entry for entry in self._catalog.entries(run) if entry.part is not None and not entry.is_whole]
-        in_memory = [each.id for each in self._memory.complete(run) if each.node is not None and each.is_pending]
+        in_memory = [
+            snapshot_set.id
+            for snapshot_set in self._memory.complete(run)
+            if snapshot_set.node is not None and snapshot_set.is_pending
+        ]
         to_copy = {checkpoint for name in self._cold for checkpoint in pending(self._catalog, context.config, name)}
         now = context.now()
         awaited = in_memory + [

@@ -1,4 +1,4 @@
-"""Chooses which checkpoints of a watched folder a pass scans, and in which order: there may be too many for one pass."""
+"""Chooses which checkpoints of a watched folder one pass scans, and in which order: there may be too many for it."""
 
 from __future__ import annotations
 

@@ -105,8 +105,7 @@ class SidecarFollower:
         context.metrics.sidecar_rewritten_total.labels(self._run)
 
     async def run_once(self) -> bool:
-        """Copy the files that have changed. Returns True even if a file or a tier has a problem, because each has its
-        own backoff."""
+        """Copy the files that have changed. Always True: each file and each tier has its own backoff."""
         self._problems = {}
         now_s = self._context.monotonic_s()
         try:
@@ -339,8 +338,7 @@ class SidecarFollower:
                     self._problems[f"{file} version {version} in {tier}"] = error
 
     async def _copy_segments(self, source: str, target: str, path: list[Segment], there: list[Segment]) -> bool:
-        """False if the target has other bytes of the file. `path`: the segments in the source. `there`: those in the
-        target."""
+        """False if the target has other bytes of the file. `path`, `there`: the segments in the source and target."""
         if there:
             digest, end = hashlib.sha256(), there[-1].end
             async for segment, _, content in verified_segments(self._context.tiers[source], path):

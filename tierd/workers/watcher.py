@@ -102,8 +102,7 @@ class Watcher:
         return True
 
     def unfinished(self, since_s: float) -> list[str]:
-        """The checkpoints that were written before `since_s` and are not adopted yet, without those that may never be
-        complete."""
+        """The checkpoints that were written before `since_s`, are or will be complete, and are not adopted yet."""
         if self._passed_s < since_s:
             self._on_change()
             return [str(self._path)]
@@ -200,8 +199,7 @@ class Watcher:
         return chosen
 
     async def _scan_entry(self, name: str, now_s: float) -> Listed | str:
-        """The entry's files, or why it cannot be judged yet; "" if there is nothing to do. Raises what `scan_entry`
-        raises."""
+        """The entry's files, or why it cannot be judged yet; "" if there is nothing to do. Raises as `scan_entry`."""
         tree = await self._pool.query(scan_entry, self._path / name)
         if tree is None:
             return ""
@@ -341,9 +339,8 @@ class Watcher:
     # ── removal ──
 
     async def _remove_sources(self) -> None:
-        """Delete adopted checkpoints from the folder once every tier that keeps them has them, or no tier keeps them any
-        more. Keep the newest, keep those whose replica was lost or is foreign, and keep all while a replica cannot be
-        read."""
+        """Delete adopted checkpoints that every tier has which keeps them. Keep the newest, those whose replica was
+        lost or is foreign, and all of them while a replica cannot be read."""
         step_of = {name: seen.step for name, seen in self._seen.items() if seen.is_adopted and seen.is_done}
         adopted, steps = sorted(step_of, key=step_of.__getitem__), self._stored.needed_steps(step_of.values())
         if not adopted or self._holder or steps is None:

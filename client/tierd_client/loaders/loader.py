@@ -71,7 +71,7 @@ class ResumableLoader(DataLoader[Any]):
         self._resumable.load_state_dict(state)
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Take the states of all ranks of another world size, and divide the rest of the epoch again, each sample once."""
+        """Take the states of all ranks of another world size, and share out the rest of the epoch, each sample once."""
         self._resumable.load_state_dicts(states)
 
 

@@ -207,10 +207,10 @@ class NodeReplicas:
 
     def _log(self, passed_over: list[PassedOver], chosen: CheckpointId) -> None:
         """Which newer checkpoints were passed over, each once: their steps are lost."""
-        for each in passed_over:
-            if each.checkpoint.recency > chosen.recency and each.checkpoint not in self._logged:
-                self._logged.add(each.checkpoint)
-                log.error("tierd: a newer checkpoint is passed over: %s", each.reason)
+        for passed in passed_over:
+            if passed.checkpoint.recency > chosen.recency and passed.checkpoint not in self._logged:
+                self._logged.add(passed.checkpoint)
+                log.error("tierd: a newer checkpoint is passed over: %s", passed.reason)
 
     def _refusal(self, error: TierdError, passed_over: list[PassedOver]) -> TierdError:
         """Why nothing is restored. `error`: why the daemon of rank 0 has nothing whole. While the nodes together have a
@@ -218,11 +218,11 @@ class NodeReplicas:
         if self._is_damaged or not passed_over or not isinstance(error, NotFound | Corrupt | TierUnreachable):
             return error
         run, newest = self._session.hello.run, passed_over[0]
-        if all(each.is_unhealthy for each in passed_over):
+        if all(passed.is_unhealthy for passed in passed_over):
             return Unhealthy(f"restore {run}: {newest.reason}", hint="to restore it even so: allow_unhealthy=True")
-        if isinstance(error, NotFound) and not any(each.is_covered for each in passed_over):
-            for each in passed_over:
-                log.error("tierd: %s", each.reason)
+        if isinstance(error, NotFound) and not any(passed.is_covered for passed in passed_over):
+            for passed in passed_over:
+                log.error("tierd: %s", passed.reason)
             return error
         return TierUnreachable(
             f"restore {run}: none of its checkpoints can be restored now. {newest.reason}. Whole ones: {error.message}",
