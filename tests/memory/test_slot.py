@@ -147,26 +147,26 @@ def test_every_state_and_event_follows_the_table_or_is_refused(state: SlotState,
     expected = MOVES[state.value].get(event.value)
     if expected is None:
         with pytest.raises(BadRequest, match=f"{event.value} a slot that is {state.value}"):
-            next_state(TRANSITIONS, state, event, of="a slot")
+            next_state(TRANSITIONS, state, event)
     else:
-        assert next_state(TRANSITIONS, state, event, of="a slot").value == expected
+        assert next_state(TRANSITIONS, state, event).value == expected
 
 
 def test_a_refusal_names_the_allowed_events() -> None:
     with pytest.raises(BadRequest, match="expected one of abandon, seal, trainer_died"):
-        next_state(TRANSITIONS, SlotState.FILLING, SlotEvent.RELEASE, of="a slot")
+        next_state(TRANSITIONS, SlotState.FILLING, SlotEvent.RELEASE)
 
 
 def test_the_normal_cycle_of_a_slot_ends_in_free() -> None:
     state = SlotState.FREE
     for event in (SlotEvent.FILL, SlotEvent.SEAL, SlotEvent.PERSIST, SlotEvent.PERSISTED, SlotEvent.RELEASE):
-        state = next_state(TRANSITIONS, state, event, of="a slot")
+        state = next_state(TRANSITIONS, state, event)
     assert state is SlotState.FREE
 
 
 def test_the_death_of_the_trainer_keeps_a_sealed_snapshot() -> None:
     for state in (SlotState.SEALED, SlotState.PERSISTING, SlotState.RETAINED):
-        assert next_state(TRANSITIONS, state, SlotEvent.TRAINER_DIED, of="a slot") is state
+        assert next_state(TRANSITIONS, state, SlotEvent.TRAINER_DIED) is state
 
 
 def test_a_snapshot_is_dropped_from_memory_only_when_durable_or_superseded() -> None:

@@ -210,7 +210,7 @@ def _print(report: StatusReport, settings: Settings) -> None:
     for failure in [
         each
         for each in report.failures
-        # What else has failed because a tier does not answer tells nothing more.
+        # Other failures of a tier that does not answer add nothing.
         if each.message not in named and not (each.kind in _OF_TIER and any(url in each.message for url in silent))
     ][:_LISTED_FAILURES]:
         times = f" ({failure.count} times since {failure.first_at})" if failure.count > 1 else ""

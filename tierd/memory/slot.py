@@ -89,7 +89,7 @@ class MappedSlot:
 
     def move(self, event: SlotEvent) -> None:
         """Change the state as TRANSITIONS says. Raises BadRequest for a move that is not in it."""
-        self.state = next_state(TRANSITIONS, self.state, event, of="a slot")
+        self.state = next_state(TRANSITIONS, self.state, event)
 
     def is_same_memory(self, other: MappedSlot) -> bool:
         is_same_file = os.path.samestat(os.fstat(self.fd), os.fstat(other.fd))

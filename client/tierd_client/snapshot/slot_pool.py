@@ -41,7 +41,7 @@ class _PooledSlot:
     reported_refusal: str = ""
 
     def on(self, event: PooledSlotEvent) -> None:
-        self.state = next_state(TRANSITIONS, self.state, event, of="a slot")
+        self.state = next_state(TRANSITIONS, self.state, event)
         if self.state is PooledSlotState.FREE:
             self.sealed = None
 

@@ -256,12 +256,7 @@ class RestorePlan(EntrySelection):
         return self._memory.holds(tensor) or self._cast_memory.holds(tensor)
 
     def decode_at(
-        self,
-        value: encoding.Json,
-        place: Place,
-        *,
-        live: Mapping[str, torch.Tensor] | None = None,
-        is_strict: bool = False,
+        self, value: encoding.Json, place: Place, *, live: Mapping[str, torch.Tensor] | None = None
     ) -> Callable[[], Any]:
         """As `decode`, for a value that may hold values of the user's classes. Returns a function that makes it when
         the tensors were read: only then it can be passed to the user's code, and live values may change."""
@@ -272,7 +267,7 @@ class RestorePlan(EntrySelection):
             rebuilt.append(place.path)
             self._rebuilder.check(parts, place)
 
-        planned = self.decode(value, live=live, is_strict=is_strict, rebuild=check, place=place, allocated=tensors)
+        planned = self.decode(value, live=live, rebuild=check, place=place, allocated=tensors)
         if not rebuilt:
             return lambda: planned
         return lambda: encoding.decode(value, lambda name, _: tensors[name], self._rebuilder.rebuild, place)

@@ -30,20 +30,20 @@ def test_every_pair_moves_as_the_table_says_or_is_refused(state: State, event: E
     expected = MOVES[state.value].get(event.value)
     if expected is None:
         with pytest.raises(BadRequest, match=f"{event.value} a slot that is {state.value}"):
-            next_state(TRANSITIONS, state, event, of="a slot")
+            next_state(TRANSITIONS, state, event)
     else:
-        assert next_state(TRANSITIONS, state, event, of="a slot").value == expected
+        assert next_state(TRANSITIONS, state, event).value == expected
 
 
 def test_refusal_names_the_allowed_events() -> None:
     with pytest.raises(BadRequest, match="expected one of take, release, reattach"):
-        next_state(TRANSITIONS, State.FREE, Event.SEAL, of="a slot")
+        next_state(TRANSITIONS, State.FREE, Event.SEAL)
 
 
 def test_slot_of_a_persisted_snapshot_becomes_free_again() -> None:
     state = State.FREE
     for event in (Event.TAKE, Event.SEAL, Event.SEND, Event.ACCEPT, Event.PERSIST, Event.RELEASE):
-        state = next_state(TRANSITIONS, state, event, of="a slot")
+        state = next_state(TRANSITIONS, state, event)
     assert state is State.FREE
 
 
@@ -55,4 +55,4 @@ def test_only_the_daemon_frees_a_slot_that_holds_a_whole_snapshot() -> None:
 
 def test_durable_snapshot_stays_durable_when_a_daemon_comes_back() -> None:
     durable = {State.PERSISTED, State.RESENT}
-    assert {next_state(TRANSITIONS, state, Event.REATTACH, of="a slot") for state in durable} <= durable
+    assert {next_state(TRANSITIONS, state, Event.REATTACH) for state in durable} <= durable
