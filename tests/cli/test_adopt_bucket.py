@@ -149,7 +149,7 @@ def test_objects_without_a_time_are_refused_by_name(uploaded: Uploaded) -> None:
     [
         (f"s3://{BUCKET}/tierd/old", ("--preset", "dcp"), 2, "is around it"),
         (f"s3://{BUCKET}", ("--preset", "dcp"), 2, "is in it"),
-        ("s3://", ("--preset", "dcp"), 2, "that is no s3://bucket/prefix"),
+        ("s3://", ("--preset", "dcp"), 2, "expected s3://bucket/prefix"),
         (URL, ("--step", "5"), 2, "--step is for a folder here"),
         (f"{URL}/empty", ("--preset", "dcp"), 10, "no name there fits the preset dcp"),
     ],

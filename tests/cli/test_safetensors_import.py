@@ -162,9 +162,9 @@ def test_a_file_that_is_missing_torn_or_of_another_format_is_refused(house: Hous
     assert_refused(house, house.root / "absent.safetensors", 10, "No such file")
     assert_refused(house, house.root / ("x" * 300), 10, "File name too long")
     os.mkfifo(house.root / "pipe")
-    assert_refused(house, house.root / "pipe", 2, "no regular file")
+    assert_refused(house, house.root / "pipe", 2, "not a regular file")
     (house.root / "notes.txt").write_text("hello, world")
-    assert_refused(house, house.root / "notes.txt", 2, "it is no ")
+    assert_refused(house, house.root / "notes.txt", 2, "it is neither ")
     (house.root / "empty").mkdir()
     assert_refused(house, house.root / "empty", 2, "it has no ")
 

@@ -375,7 +375,7 @@ async def test_a_step_that_is_saved_again_is_in_a_new_generation_on_all_nodes(no
     shift(save_deepspeed_on(nodes.outs, 10), SPREAD_S + 30)  # the training has gone back
     nodes.ahead_s += SPREAD_S + 30
     await nodes.look(other)
-    assert "it was saved again here, and node 0 has not announced that for step 10 yet" in other.waiting
+    assert "step 10 was saved again here, and node 0 has not announced the new save yet" in other.waiting
     await nodes.look(late)
     assert late.parts == {}, "this is another save than the one that node 0 has announced"
     assert "s later than on node 0, so it may be another save of step 10" in late.waiting
