@@ -31,6 +31,7 @@ def refresh_gauges(context: DaemonContext, status: StatusReport, peer_lag_s: Cal
         metrics.commit_missing_ranks,
         metrics.unhealthy_checkpoints,
         metrics.tier_free_bytes,
+        metrics.tier_used_bytes,
         metrics.run_state,
         metrics.run_pause_seconds,
         metrics.run_pause_limit_seconds,
@@ -65,7 +66,8 @@ def refresh_gauges(context: DaemonContext, status: StatusReport, peer_lag_s: Cal
             if age is not None:
                 metrics.last_committed_timestamp_seconds.labels(run.run, tier).set(now.timestamp() - age)
     for tier in status.tiers:
-        metrics.tier_used_bytes.labels(tier.name).set(tier.used_bytes or 0)
+        if tier.used_bytes is not None:
+            metrics.tier_used_bytes.labels(tier.name).set(tier.used_bytes)
         if tier.free_bytes is not None:
             metrics.tier_free_bytes.labels(tier.name).set(tier.free_bytes)
         metrics.damaged_checkpoints.labels(tier.name).set(len(catalog.tiers[tier.name].damaged))
