@@ -71,8 +71,8 @@ def refresh_gauges(context: DaemonContext, status: StatusReport, peer_lag_s: Cal
         if tier.free_bytes is not None:
             metrics.tier_free_bytes.labels(tier.name).set(tier.free_bytes)
         metrics.damaged_checkpoints.labels(tier.name).set(len(catalog.tiers[tier.name].damaged))
-        manifests = catalog.manifests_in(tier.name)
-        counts = Counter(manifest.run if manifest.run in shown else OTHER_RUNS for manifest in manifests)
+        runs = (checkpoint.run for checkpoint in catalog.in_tier(tier.name))
+        counts = Counter(run if run in shown else OTHER_RUNS for run in runs)
         for run in {*shown, *counts}:
             metrics.checkpoints.labels(run, tier.name).set(counts[run])
     for queue in status.queues:

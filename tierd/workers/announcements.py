@@ -150,7 +150,7 @@ class Announcements:
         the whole of it."""
         nodes = self._watch.nodes
         if not self._is_former_known:
-            newest = next(iter(self._context.catalog.entries(self._run)), None)
+            newest = self._context.catalog.newest_entry(self._run)
             self._former = newest.manifest if newest is not None and newest.manifest.world_size != nodes else None
             self._is_former_known = True
         if self._former is not None and tree.modified_ns / 1e9 < self._began_s:

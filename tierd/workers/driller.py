@@ -48,8 +48,8 @@ class Driller:
             if self._now_s() < self._due_at_s[name] or not self._catalog.tiers[name].is_known:
                 continue
             # One node's part restores nothing by itself.
-            whole = (entry for entry in self._catalog.entries() if not entry.is_part_in(name))
-            entries = [entry for entry in whole if name in entry.tiers and entry.healthy is not False]
+            whole = (entry for entry in self._catalog.in_tier(name).values() if not entry.is_part_in(name))
+            entries = [entry for entry in whole if entry.view.healthy is not False]
             self._due_at_s[name] = self._now_s() + self._every_s
             if entries and not await self._drill(tier, random.choice(entries)):
                 self._due_at_s[name] = self._now_s() + SOON * self._every_s
@@ -57,7 +57,7 @@ class Driller:
 
     async def _drill(self, tier: Tier, entry: Entry) -> bool:
         # Leave room for the next snapshots.
-        spare_bytes = 2 * max((manifest.size_bytes for manifest in self._catalog.manifests_in("hot")), default=0)
+        spare_bytes = 2 * max(self._catalog.sizes("hot").values(), default=0)
         count_read = self._metrics.bytes_total.labels(tier=tier.name, direction="read").inc
         try:
             seconds = await drill(tier, entry.manifest, self._scratch, spare_bytes=spare_bytes, progress=count_read)
