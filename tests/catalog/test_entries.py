@@ -1,4 +1,4 @@
-"""What a catalog keeps of its entries is what they say, after any order of changes. It is not made for each question."""
+"""What a catalog keeps of its entries is what they say, after any order of changes, and is not made each time."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Changes:
         change(manifest, self.random.choice(TIERS))
 
     def _all(self) -> list[Any]:
-        common = self.add, self.add, self.add, self.diagnose, self.drop, self.disappear, self.damage, self.list_tier
+        usual = self.add, self.add, self.add, self.diagnose, self.drop, self.disappear, self.damage, self.list_tier
         return [
-            *common,
+            *usual,
             self.fail_listing,
             self.claim,
             self.write,

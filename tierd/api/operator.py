@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import suppress
 
 import msgspec
@@ -71,7 +71,7 @@ from tierd.workers.roster_reader import RosterReader
 from tierd.workers.sidecar_follower import SidecarFollower
 from tierd.workers.watcher import Watcher
 
-ROWS_AT_ONCE = 256  # some milliseconds
+ROWS_AT_ONCE, RUNS_AT_ONCE = 256, 64  # some milliseconds each
 
 
 class Operator:
@@ -127,8 +127,10 @@ class Operator:
             asyncio.gather(*map(free_bytes, tiers.values())),
             on_disk_of(tiers[HOT], self._context.cold.values()),
         )
-        left = to_reap(self._catalog, self._context.config)
         forecasts = await self._forecasts.read(dict(zip(tiers, free, strict=True)), on_hot_disk)
+        runs = [report async for report in self._runs(on_hot_disk)]
+        left = to_reap(self._catalog, self._context.config)
+        await asyncio.sleep(0)
         rates = self.write_rates.rates()
         return StatusReport(
             version=tierd.__version__,
@@ -145,7 +147,7 @@ class Operator:
                 for tier, lister in self._listers.items()
                 for checkpoint in lister.lost
             ],
-            runs=[self._run(run, on_hot_disk) for run in sorted({*self._catalog.runs(), *self._memory.runs()})],
+            runs=runs,
             tiers=[
                 tier_report(
                     self._catalog,
@@ -167,6 +169,13 @@ class Operator:
             costs=costs_report(self._context.metrics),
             failures=msgspec.convert(self._context.incidents.recent(), list[FailureReport]),
         )
+
+    async def _runs(self, on_hot_disk: Set[str]) -> AsyncIterator[RunReport]:
+        """By name. Other tasks go on meanwhile."""
+        for count, run in enumerate(sorted({*self._catalog.runs(), *self._memory.runs()}), start=1):
+            yield self._run(run, on_hot_disk)
+            if count % RUNS_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _listed_age_s(self, tier: str) -> float | None:
         lister = self._listers.get(tier)

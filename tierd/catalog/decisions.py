@@ -75,7 +75,7 @@ def decisions(
         # Soon after a start, any checkpoint in hot may be half copied.
         in_hot = set(catalog.in_tier(HOT))
         copying |= dict.fromkeys(unknown, in_hot)
-    unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
+    unreadable = _unreadable_tiers(catalog)
     runs = [(run, views) for run, views in catalog.views_by_run() if only is None or run == only.run]
     decided = _explained(catalog, config, runs, copying, unreadable, with_kept=with_kept, only=only)
     shared = {c.run: why for (_, c), why in catalog.shared_generations().items()}
@@ -92,28 +92,46 @@ def _explained(
     config: Config,
     runs: Iterable[tuple[Run, list[policy.CheckpointView]]],
     copying: Mapping[str, Set[CheckpointId]],
-    unreadable: Container[tuple[str, Run]],
+    unreadable: Mapping[Run, Set[str]],
     *,
     sees_hot: bool = True,
     with_kept: bool = True,
     only: CheckpointId | None = None,
 ) -> list[Decision]:
-    """`unreadable`: the tiers of which a run has something that cannot be read. What is decided without what is kept is
+    """`unreadable`: the tiers where something of a run cannot be read. What is decided without what is kept is
     remembered, run by run: status and workers ask for it again and again, and most often one run has changed."""
     decided: list[Decision] = []
+    own, rules, usual = config.own_policies, config.lifecycle, _known(catalog, config, sees_hot=sees_hot)
+    copied_runs, none = {each.run for copied in copying.values() for each in copied}, dict[str, Set[CheckpointId]]()
     for run, views in runs:
-        is_known = {name: known.is_known and (name, run) not in unreadable for name, known in catalog.tiers.items()}
-        cold, hot_known = {cold.name: is_known[cold.name] for cold in config.cold}, is_known[HOT] or not sees_hot
-        own, rules = config.own_policies, config.lifecycle
-        of_run = {tier: {each for each in copied if each.run == run} for tier, copied in copying.items()}
+        is_usual = run not in unreadable
+        cold, hot_known = usual if is_usual else _known(catalog, config, unreadable[run], sees_hot=sees_hot)
+        of_run = none
+        if run in copied_runs:
+            of_run = {tier: {each for each in copied if each.run == run} for tier, copied in copying.items()}
         explain = partial(policy.explain, views, rules, cold=cold, hot_known=hot_known, own=own, copying=of_run)
         if with_kept:
             decided += explain(only=only)
         else:
-            decided += catalog.remembered(
-                run, (cold, hot_known, of_run, own, rules, views), partial(explain, with_kept=False)
-            )
+            inputs = cold, hot_known, of_run, own, rules, views
+            decided += catalog.remembered(run, inputs, partial(explain, with_kept=False))
     return decided
+
+
+def _known(
+    catalog: Catalog, config: Config, unreadable: Container[str] = (), *, sees_hot: bool
+) -> tuple[dict[str, bool], bool]:
+    """Of each cold tier and of hot, whether its contents are known for a run with these tiers `unreadable`."""
+    known = {name: each.is_known and name not in unreadable for name, each in catalog.tiers.items()}
+    return {cold.name: known[cold.name] for cold in config.cold}, known[HOT] or not sees_hot
+
+
+def _unreadable_tiers(catalog: Catalog) -> dict[Run, set[str]]:
+    """By run, the tiers that have something of it that cannot be read."""
+    tiers: defaultdict[Run, set[str]] = defaultdict(set)
+    for tier, checkpoint in catalog.unreadable():
+        tiers[checkpoint.run].add(tier)
+    return tiers
 
 
 def _with_halts(decided: Iterable[Decision], shared: Mapping[Run, str]) -> list[Decision]:
@@ -175,8 +193,7 @@ def to_reap(catalog: Catalog, config: Config) -> dict[str, int]:
     if not config.left_to_reap:
         return {}
     runs = [(run, _without_hot(views)) for run, views in catalog.views_by_run()]
-    unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
-    decided = _explained(catalog, config, runs, {}, unreadable, sees_hot=False, with_kept=False)
+    decided = _explained(catalog, config, runs, {}, _unreadable_tiers(catalog), sees_hot=False, with_kept=False)
     decided = _with_halts(decided, {c.run: why for (_, c), why in catalog.shared_generations().items()})
     waiting = Counter(deletion.tier for deletion in policy.deletions(decided))
     return {name: waiting[name] for name in config.left_to_reap}
@@ -359,7 +376,7 @@ def _rules(config: Config, tier: str) -> TierPolicy:
 def _about_copies(catalog: Catalog, config: Config) -> list[Decision]:
     """The decisions about copies. An unreadable manifest of a run stops its deletions, but no copy."""
     runs, copying = catalog.views_by_run(), _copying(catalog, config)
-    return _explained(catalog, config, runs, copying, (), sees_hot=False, with_kept=False)
+    return _explained(catalog, config, runs, copying, {}, sees_hot=False, with_kept=False)
 
 
 def _copying(catalog: Catalog, config: Config) -> dict[str, set[CheckpointId]]:
