@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.cli import make_manifest
@@ -184,12 +184,13 @@ def check_decisions(catalog: Catalog, config: Config) -> None:
     to_reap(catalog, config)
 
 
+@settings(max_examples=12)
 @given(st.integers(0, 1 << 32))
 def test_after_any_changes_what_is_kept_is_what_the_entries_say(seed: int) -> None:
     changes = Changes(seed)
     for _ in range(60):
         changes.make_one()
-        if changes.random.random() < 0.7:  # so that things are kept over one change and over several
+        if changes.random.random() < 0.4:  # so that things are kept over one change and over several
             check(changes.catalog)
             check_decisions(changes.catalog, changes.random.choice(CONFIGS))
 
@@ -197,7 +198,7 @@ def test_after_any_changes_what_is_kept_is_what_the_entries_say(seed: int) -> No
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_after_any_of_many_changes_what_is_kept_is_what_the_entries_say() -> None:
-    for seed in range(3000):
+    for seed in range(1000):
         test_after_any_changes_what_is_kept_is_what_the_entries_say.hypothesis.inner_test(seed)  # type: ignore[attr-defined]
 
 
