@@ -207,13 +207,13 @@ def test_what_has_not_changed_is_not_made_again(monkeypatch: pytest.MonkeyPatch)
     catalog, judged = Catalog(TIERS), list[Run]()
     for manifest in MANIFESTS:
         catalog.add(manifest, "cold")
-    explain = policy.explain
+    explain = policy.explain_run
 
     def count(views: list[CheckpointView], *args: Any, **options: Any) -> Any:
         judged.append(views[0].id.run)
         return explain(views, *args, **options)
 
-    monkeypatch.setattr(policy, "explain", count)
+    monkeypatch.setattr(policy, "explain_run", count)
     config = config_of()
     for _ in range(3):
         decisions(catalog, config, with_kept=False)

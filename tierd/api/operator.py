@@ -131,6 +131,8 @@ class Operator:
         runs = [report async for report in self._runs(on_hot_disk)]
         left = to_reap(self._catalog, self._context.config)
         await asyncio.sleep(0)
+        queues = queue_reports(self._context, forecasts.due_every_s)
+        await asyncio.sleep(0)
         rates = self.write_rates.rates()
         return StatusReport(
             version=tierd.__version__,
@@ -162,7 +164,7 @@ class Operator:
                 )
                 for (name, tier), tier_free_bytes in zip(tiers.items(), free, strict=True)
             ],
-            queues=queue_reports(self._context, forecasts.due_every_s),
+            queues=queues,
             watches=[watcher.report() for watcher in self._watchers],
             sidecars=None if self.sidecars is None else self.sidecars.report(),
             slots={state.value: slot_counts[state] for state in SlotState},
@@ -317,7 +319,9 @@ class Operator:
     # ── routes ──
 
     async def _metrics_text(self, _: web.Request) -> web.Response:
-        refresh_gauges(self._context, await self.status(), self._peer_lag_s)
+        status = await self.status()
+        await asyncio.sleep(0)
+        refresh_gauges(self._context, status, self._peer_lag_s)
         body, content_type = self._context.metrics.render()
         return web.Response(body=body, headers={"Content-Type": content_type})
 

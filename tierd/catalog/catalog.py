@@ -139,25 +139,24 @@ class Catalog(Contents):
         former = self.tiers[tier]
         damaged = {c: why for c, why in former.damaged.items() if c in listed or c in unreadable}
         changed = {c for c, change in self._changed.pop(tier, {}).items() if change > since}
-        known = set(self._entries.in_tier(tier))
         buried = {c: save for c, save in gone.items() if c not in changed}
         buried |= {c: save for c, save in former.gone.items() if c in changed}
         has_changed = buried != former.gone
         for checkpoint in buried:  # a daemon has deleted it: that is no loss
             former.missing.pop(checkpoint, None)
-        for checkpoint in (known | (set(listed) - set(damaged))) - changed:
-            if checkpoint not in listed or checkpoint in damaged:
-                is_there = checkpoint in listed or checkpoint in unreadable or manifest_key(checkpoint) in foreign
-                if not is_there and checkpoint not in buried:
-                    former.missing[checkpoint] = self._entries.in_tier(tier)[checkpoint].view
-                self._remove(checkpoint, tier)
-                has_changed = True
+        there = self._entries.in_tier(tier)
+        for checkpoint in [each for each in there if each not in changed and (each not in listed or each in damaged)]:
+            is_there = checkpoint in listed or checkpoint in unreadable or manifest_key(checkpoint) in foreign
+            if not is_there and checkpoint not in buried:
+                former.missing[checkpoint] = there[checkpoint].view
+            self._remove(checkpoint, tier)
+            has_changed = True
+        for checkpoint, (manifest, milestones) in listed.items():
+            if checkpoint in changed or checkpoint in damaged:
                 continue
-            manifest, milestones = listed[checkpoint]
-            diagnosis = diagnoses.get(checkpoint)
-            entry = self._entries.get(checkpoint)
+            diagnosis, entry = diagnoses.get(checkpoint), there.get(checkpoint)
             markers = (entry.milestones.get(tier, frozenset()), entry.diagnoses.get(tier)) if entry else None
-            if entry is None or tier not in entry.tiers or markers != (milestones, diagnosis):
+            if entry is None or markers != (milestones, diagnosis):
                 entry = self._put(checkpoint, manifest, tier)
                 self._entries.mark(entry, tier, milestones)
                 self._entries.diagnose(entry, tier, diagnosis)

@@ -7,10 +7,11 @@ unreadable manifest makes the run's part of that tier unknown.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from itertools import islice
 
 from tierd.catalog.catalog import Catalog
 from tierd.config.sections import Config, TierPolicy
@@ -109,7 +110,7 @@ def _explained(
         of_run = none
         if run in copied_runs:
             of_run = {tier: {each for each in copied if each.run == run} for tier, copied in copying.items()}
-        explain = partial(policy.explain, views, rules, cold=cold, hot_known=hot_known, own=own, copying=of_run)
+        explain = partial(policy.explain_run, views, rules, cold=cold, hot_known=hot_known, own=own, copying=of_run)
         if with_kept:
             decided += explain(only=only)
         else:
@@ -228,8 +229,9 @@ def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     entries = [entry for copy in copies if (entry := catalog.get(copy.checkpoint)) is not None]
     milestones = {entry.id for entry in entries if entry.view.milestones}
     runs = {entry.id.run for entry in entries}
-    views = (view for run, of_run in catalog.views_by_run() if run in runs for view in of_run)
-    lasting = policy.lasting(views, _rules(config, tier), among=[entry.view for entry in entries])
+    rules = _rules(config, tier)
+    newest = [view for run in runs for view in _newest_healthy(catalog, run, max(rules.keep_last, 1))]
+    lasting = policy.lasting(newest, rules, among=[entry.view for entry in entries])
     # A person must clear an unreadable replica: to copy it again would end in the same conflict.
     refused = catalog.tiers[tier].unreadable.keys()
     foreign = catalog.tiers[tier].foreign
@@ -238,6 +240,12 @@ def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     left_out = {c for c in ordered if c in refused or c in deleted or manifest_key(c) in foreign}
     left_out |= {c for c in ordered if catalog.is_part_sent(tier, c)}
     return _in_order_of_all_nodes(catalog, [c for c in ordered if c not in left_out], milestones)
+
+
+def _newest_healthy(catalog: Catalog, run: Run, count: int) -> Iterator[policy.CheckpointView]:
+    """Those that may be healthy, newest first."""
+    views = (entry.view for entry in catalog.entries(run))
+    return islice((view for view in views if view.healthy is not False), count)
 
 
 def _in_order_of_all_nodes(

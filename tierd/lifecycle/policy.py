@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, M
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
+from functools import cache
 from types import MappingProxyType
 
 from tierd.config.sections import LifecycleConfig, TierPolicy
@@ -103,23 +104,36 @@ def explain(
     hot_known: bool,
     own: Mapping[str, TierPolicy] = MappingProxyType({}),
     copying: Mapping[str, Container[CheckpointId]] = MappingProxyType({}),
-    with_kept: bool = True,
-    only: CheckpointId | None = None,
 ) -> list[Decision]:
     """What becomes of every checkpoint in every tier that holds it or should: newest first, runs by name.
 
     `cold`: each cold tier's name, and whether its contents are known now. `own`: the policies of the cold tiers that do
     not use the common one. `copying`: by cold tier, what is being copied to it. The tier selects it until it is there,
-    whatever is newer by then; unless it was found unhealthy. `with_kept`: also the replicas that stay, and why. `only`:
-    of this checkpoint.
+    whatever is newer by then; unless it was found unhealthy.
     """
     decisions: list[Decision] = []
     for _, views in by_run(checkpoints):
-        newest_first = sorted(views, key=_recency, reverse=True)
-        run_policy = _RunPolicy(newest_first, policy, cold=cold, hot_known=hot_known, own=own, copying=copying)
-        for view in newest_first:
-            if only not in (None, view.id) or (not with_kept and run_policy.stays(view)):
-                continue
+        decisions += explain_run(views, policy, cold=cold, hot_known=hot_known, own=own, copying=copying)
+    return decisions
+
+
+def explain_run(
+    views: Iterable[CheckpointView],
+    policy: LifecycleConfig,
+    *,
+    cold: Mapping[str, bool],
+    hot_known: bool,
+    own: Mapping[str, TierPolicy] = MappingProxyType({}),
+    copying: Mapping[str, Container[CheckpointId]] = MappingProxyType({}),
+    with_kept: bool = True,
+    only: CheckpointId | None = None,
+) -> list[Decision]:
+    """As `explain`, of one run. `with_kept`: also the replicas that stay, and why. `only`: of this checkpoint."""
+    decisions: list[Decision] = []
+    newest_first = sorted(views, key=_recency, reverse=True)
+    run_policy = _RunPolicy(newest_first, policy, cold=cold, hot_known=hot_known, own=own, copying=copying)
+    for view in newest_first:
+        if only in (None, view.id) and (with_kept or not run_policy.stays(view)):
             decisions += run_policy.decide(view, with_kept=with_kept)
     return decisions
 
@@ -218,12 +232,9 @@ class _RunPolicy:
     def stays(self, view: CheckpointView) -> bool:
         """Whether each replica stays by the policy of its own tier, and none is to be copied: so it is of most. A
         shorter way to what `decide` says."""
-        return (
-            not view.foreign
-            and HOT not in view.tiers
-            and view.tiers <= self._known
-            and all(self._own_keeps[tier].reason(view) for tier in view.tiers)
-        )
+        if view.foreign or HOT in view.tiers or not view.tiers <= self._known:
+            return False
+        return all(self._own_keeps[tier].reason(view) for tier in view.tiers)
 
     def decide(self, view: CheckpointView, *, with_kept: bool) -> Iterator[Decision]:
         here = view.tiers & self._known
@@ -379,6 +390,7 @@ def _best(healthy: list[CheckpointView], policy: TierPolicy) -> dict[CheckpointI
     }
 
 
+@cache
 def _ordinal(number: int) -> str:
     suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{suffix}"
