@@ -7,6 +7,8 @@ import logging
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.daemon import Daemon
 from tierd.logs import JsonFormatter
 
@@ -36,3 +38,42 @@ def test_daemon_with_log_format_json_writes_nothing_else(tmp_path: Path) -> None
     templates = [event["template"] for event in events]
     assert "tierd %s serves %s, %s" in templates
     assert {*events[0]} == {"at", "level", "message", "template"}
+
+
+JSON = {"TIERD_DAEMON_LOG_FORMAT": "json"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "cold", "exit_code", "sentence"),
+    [
+        ({}, 'url = "file://hot"', 2, "hot.path"),
+        ({"TIERD_LISTEN": "x"}, "", 2, "nothing reads $TIERD_LISTEN"),
+        ({"TIERD_SECURITY_KEY_FILE": "/nowhere"}, "", 2, "/nowhere"),
+        ({"TIERD_DAEMON_LISTEN": "256.0.0.1:1"}, "", 2, "256.0.0.1"),
+    ],
+)
+def test_the_error_that_ends_a_daemon_at_its_start_is_an_event_too(
+    tmp_path: Path, environ: dict[str, str], cold: str, exit_code: int, sentence: str
+) -> None:
+    daemon = Daemon(tmp_path, cold=cold, environ={**environ, **JSON})
+    daemon.launch()
+    assert daemon.wait_exit() == exit_code
+    *_, last = [json.loads(line) for line in daemon.log.splitlines()]
+    assert (last["level"], last["template"]) == ("CRITICAL", "ended: %s")
+    assert sentence in last["message"]
+    assert {*last} == {"at", "level", "message", "template"}
+
+
+def test_a_second_daemon_says_so_in_json_and_a_config_that_cannot_be_read_is_named_as_text(tmp_path: Path) -> None:
+    with Daemon(tmp_path, environ=JSON) as first:
+        second = Daemon(tmp_path, environ={**JSON, "TIERD_TRACEBACK": "1"})
+        second.launch()
+        assert second.wait_exit() == 11
+        *_, last = [json.loads(line) for line in second.log.splitlines()]
+        assert f"{first.pid}" in last["message"]
+        assert last["traceback"], "asked for by TIERD_TRACEBACK"
+    broken = Daemon(tmp_path / "broken", environ=JSON)
+    broken.config.write_text("[daemon]\nlog_format =")
+    broken.launch()
+    assert broken.wait_exit() == 2
+    assert broken.log.startswith("tierd: read config ")

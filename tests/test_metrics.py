@@ -149,6 +149,7 @@ def test_series_with_known_labels_exist_at_zero(metrics: Metrics) -> None:
 def test_an_unknown_value_has_no_series(metrics: Metrics) -> None:
     names = {sample.name for sample in samples(metrics)}
     assert "tierd_tier_free_bytes" not in names, "0 would mean a full disk"
+    assert "tierd_tier_used_bytes" not in names, "0 would mean an empty tier"
     assert "tierd_last_committed_timestamp_seconds" not in names, "0 would mean a commit in 1970"
 
 

@@ -156,7 +156,7 @@ class DaemonContext:
             return 0 in self.memory.ranks(run) and not (is_replaced and self.memory.node(run) is not None)
         if run in self.watched_nodes:
             return self.watched_nodes[run] == 0
-        parts = [entry.part for entry in self.catalog.entries(run) if entry.part is not None]  # newest first
+        parts = self.catalog.parts(run)  # newest first
         return not parts or 0 in parts[0].ranks
 
     def is_continued_elsewhere(self, run: Run, generation: int) -> bool:

@@ -174,7 +174,11 @@ class Metrics:
             f"{RUNS_MAX} runs, the older ones are run={OTHER_RUNS}.",
             ["run", "tier"],
         )
-        self.tier_used_bytes = gauge("tier_used_bytes", "Size of the checkpoints committed in the tier.", ["tier"])
+        self.tier_used_bytes = gauge(
+            "tier_used_bytes",
+            "Size of the checkpoints committed in the tier; no series until it was listed.",
+            ["tier"],
+        )
         self.tier_free_bytes = gauge("tier_free_bytes", "Free space of the tier, if it is limited.", ["tier"])
         self.pressure_evictions_total = counter(
             "pressure_evictions_total",

@@ -11,19 +11,19 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, SupportsFloat
 
 import torch
 
-from tierd.errors import BadConfig, NotFound
+from tierd.errors import BadConfig, BadRequest, NotFound
 from tierd.format import checksum
 from tierd.format.text import listed
 from tierd_client.client import Client
 from tierd_client.state.tensors import as_bytes
 from tierd_client.state.training_state import Captured, State
+from tierd_client.step_times import as_step
 
 _NOT_DETERMINISTIC = re.compile(r"(\S+)[^,]*? does not have a deterministic implementation")
 
@@ -89,8 +89,7 @@ def replay_check(client: Client, state: State, train: Steps, *, steps: int = 3) 
 
     Raises BadConfig for a bad argument, NotFound where the run has no checkpoint, and what `Client.restore` raises.
     """
-    if steps < 1:
-        raise BadConfig(f"replay_check(steps={steps!r}): expected 1 or more")
+    steps = _count(steps)
     found = client.restore(state, resume="require")
     if found is None:
         raise NotFound("replay the first steps after a restore: the run has no checkpoint")
@@ -98,7 +97,7 @@ def replay_check(client: Client, state: State, train: Steps, *, steps: int = 3) 
     def replay() -> Taken:
         client.restore(state, resume=found.step, generation=found.generation)
         taken: Taken = [(None, _digests(state.capture(client.rank, client.world_size)))]
-        for loss in islice(train(), steps):
+        for _, loss in zip(range(steps), train(), strict=False):
             value = None if loss is None else float(loss)
             taken.append((value, _digests(state.capture(client.rank, client.world_size))))
         return taken
@@ -129,6 +128,14 @@ def replay_check(client: Client, state: State, train: Steps, *, steps: int = 3) 
         operations=sorted(set(operations)),
         is_exact_if_deterministic=is_exact_if_deterministic,
     )
+
+
+def _count(steps: int) -> int:
+    """Raises BadConfig unless it is a whole number from 1."""
+    with suppress(BadRequest):
+        if (count := as_step(steps)) >= 1:
+            return count
+    raise BadConfig(f"replay_check(steps={steps!r}): expected a whole number, 1 or more")
 
 
 def _first_difference(first: Taken, second: Taken) -> int | None:

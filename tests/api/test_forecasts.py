@@ -145,3 +145,50 @@ async def test_the_status_does_not_wait_long_for_it(rooms: Rooms, monkeypatch: p
     may_end.set()
     monkeypatch.setattr(module, "WAIT_S", 60.0)
     assert (await forecasts.read({"hot": 1}, ())).disk("hot", NOW) is not None
+
+
+HOT_FEW = LifecycleConfig(hot=TierPolicy(keep_last=2), cold=ColdPolicy(keep_last=10, keep_every=0))
+HOT_FEW_TENTHS = LifecycleConfig(hot=TierPolicy(keep_last=2), cold=ColdPolicy(keep_last=2, keep_every=2))
+
+
+async def hot_disk(root: Path, policy: LifecycleConfig, free_mb: int, *, copy_s: float | None) -> DiskForecast | None:
+    """With a checkpoint each minute. `copy_s`: None where cold cannot be reached."""
+    async with rooms_at(root, lifecycle=policy, clocks={"now": lambda: NOW}) as rooms:
+        save(rooms, 3)
+        if copy_s is None:
+            rooms.catalog.listing_failed("cold", "no answer")
+        else:
+            rooms.context.copies.committed("cold", seconds=copy_s, at_s=0.0)
+        return (await read(rooms, hot=free_mb * MB, cold=None)).disk("hot", NOW)
+
+
+@pytest.mark.parametrize("copy_s", [120.0, None])
+async def test_hot_keeps_the_newest_that_a_late_cold_tier_lacks(tmp_path: Path, copy_s: float | None) -> None:
+    fits = DiskForecast(verdict="fits")
+    assert await hot_disk(tmp_path / "keeps up", HOT_FEW, 6, copy_s=59.0) == fits
+    assert await hot_disk(tmp_path / "fits", HOT_FEW, 9, copy_s=copy_s) == fits, "7 more and 2"
+    full = await hot_disk(tmp_path / "full", HOT_FEW, 6, copy_s=copy_s)
+    assert full is not None
+    assert full.full_in_s == pytest.approx(5 * 60, abs=31)
+    assert full.waits_for == ["cold"]
+
+
+@pytest.mark.parametrize(("copy_s", "every_s"), [(119.0, 0.0), (240.0, 240.0), (1200.0, 133.3), (None, 120.0)])
+async def test_hot_keeps_what_lasts_in_cold_and_is_never_copied(
+    tmp_path: Path, copy_s: float | None, every_s: float
+) -> None:
+    """Every second one lasts, one each 120 s. What a copy each 240 s does not take adds up, half of it; a tier that is
+    down takes none."""
+    disk = await hot_disk(tmp_path, HOT_FEW_TENTHS, 1002, copy_s=copy_s)
+    assert disk is not None
+    if not every_s:
+        assert disk.verdict == "fits"
+    else:
+        assert disk.full_in_s == pytest.approx(1000 * every_s, rel=0.05)
+        assert disk.waits_for == ["cold"]
+
+
+async def test_a_tier_that_was_never_listed_is_not_late(tmp_path: Path) -> None:
+    async with rooms_at(tmp_path, lifecycle=HOT_FEW, clocks={"now": lambda: NOW}) as rooms:
+        save(rooms, 3)
+        assert (await read(rooms, hot=6 * MB, cold=None)).disk("hot", NOW) == DiskForecast(verdict="fits")

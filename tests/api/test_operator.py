@@ -199,6 +199,18 @@ async def test_gauges_equal_the_current_state(house: House) -> None:
     assert samples["tierd_checkpoints", (RUN, "hot")] == 0
 
 
+async def test_a_tier_that_was_never_listed_has_no_used_bytes(house: House) -> None:
+    """0 would say that it is empty."""
+    name = "tierd_tier_used_bytes"
+    assert {labels for each, labels in await house.samples() if each == name} == set()
+    await house.rooms.list_tiers("hot")
+    assert {labels for each, labels in await house.samples() if each == name} == {("hot",)}
+    assert (await house.samples())[name, ("hot",)] == 0, "known to be empty"
+    await house.rooms.look()
+    house.rooms.catalog.listing_failed("cold", "503")
+    assert {labels for each, labels in await house.samples() if each == name} == {("hot",)}
+
+
 async def test_metrics_parse_as_prometheus_text_and_have_no_step_labels(house: House) -> None:
     await with_history(house)
     _, body, content_type = await house.get("/metrics")

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from tests.support.bucket import Bucket, bucket_server
-from tests.support.cli import House, assert_same_files, make_checkpoint, make_house
+from tests.support.cli import House, assert_same_files, flip_a_bit, make_checkpoint, make_house
 from tests.support.s3 import BUCKET
 from tests.support.state import commit, shard_of
 from tests.support.waiting import wait_until
@@ -249,7 +249,20 @@ def test_partial_restore_of_an_unknown_rank_or_tensor_is_exit_10_with_a_reason(h
         result = house_with_one.tierd("restore", *arguments, "--to", house_with_one.root / "restored")
         assert result.exit_code == 10
         assert sentence in result.stderr
-        assert not (house_with_one.root / "restored").exists()
+        assert not list(house_with_one.root.glob("restored*")), arguments
+        assert "the same command continues" not in result.stderr
+
+
+def test_a_refusal_keeps_what_an_earlier_attempt_has_fetched(house_with_one: House) -> None:
+    house, target = house_with_one, house_with_one.root / "restored"
+    (shard,) = house.cold.rglob("rank-00000*.safetensors")
+    content = shard.read_bytes()
+    flip_a_bit(shard)
+    assert house.tierd("restore", "--only", "model.*", "--to", target).exit_code == 12
+    assert house.tierd("restore", "--only", "modle.*", "--to", target).exit_code == 10
+    assert target.with_name("restored.partial").exists()
+    shard.write_bytes(content)
+    assert house.json("restore", "--only", "model.*", "--to", target)["resumed_bytes"] > 2 * CHUNK_BYTES
 
 
 def test_partial_restore_into_a_tier_is_refused(house_with_one: House) -> None:

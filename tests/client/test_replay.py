@@ -104,8 +104,9 @@ def test_an_operation_that_is_not_deterministic_is_named(daemon: Daemon, run: st
 def test_bad_arguments_and_an_absent_checkpoint_are_refused(daemon: Daemon, run: str) -> None:
     loop = Loop()
     with tierd_client.connect(run, socket=daemon.socket) as client:
-        with pytest.raises(BadConfig, match="expected 1 or more"):
-            replay_check(client, loop.state, loop.train, steps=0)
+        for steps in (0, -1, 2.5, float("nan"), "3", None, True):
+            with pytest.raises(BadConfig, match="expected a whole number, 1 or more"):
+                replay_check(client, loop.state, loop.train, steps=steps)  # type: ignore[arg-type]
         with pytest.raises(NotFound):
             replay_check(client, loop.state, loop.train)
         client.snapshot(1, loop.state).wait_persisted(DEADLINE_S)

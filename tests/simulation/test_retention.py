@@ -7,7 +7,6 @@ at any instant, and what each tier holds at rest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,6 @@ from hypothesis.stateful import (
 
 from tests.support.simulation.retention import Id, Replica, RetentionWorld, folder_in_memory
 from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
-from tierd.format.ids import CheckpointId
 from tierd.lifecycle import policy
 from tierd.lifecycle.policy import CheckpointView
 from tierd.workers.leftovers import GRACE_S, SEND_AGAIN_S
@@ -362,7 +360,7 @@ def test_no_order_of_events_breaks_a_promise_of_retention() -> None:
     run(15, derandomize=True)  # 2 s of one processor; the long battery takes other examples each time
 
 
-policy_keeps_in, policy_kept = policy._RunPolicy._keeps_in, policy.kept
+policy_keeps_in, policy_kept_forever = policy._RunPolicy._keeps_in, policy.kept_forever
 
 
 def evict_before_the_copy(*arguments: Any) -> str | None:
@@ -382,12 +380,12 @@ async def copy_no_markers(*_: object) -> None:
     pass
 
 
-def forget_milestones(views: Iterable[CheckpointView], rules: TierPolicy) -> dict[CheckpointId, str]:
-    return policy_kept(views, msgspec.structs.replace(rules, milestones=False))
+def forget_milestones(view: CheckpointView, rules: TierPolicy) -> str | None:
+    return policy_kept_forever(view, msgspec.structs.replace(rules, milestones=False))
 
 
-def forget_every_third(views: Iterable[CheckpointView], rules: TierPolicy) -> dict[CheckpointId, str]:
-    return policy_kept(views, msgspec.structs.replace(rules, keep_every=0))
+def forget_every_third(view: CheckpointView, rules: TierPolicy) -> str | None:
+    return policy_kept_forever(view, msgspec.structs.replace(rules, keep_every=0))
 
 
 @pytest.mark.parametrize(
@@ -397,8 +395,8 @@ def forget_every_third(views: Iterable[CheckpointView], rules: TierPolicy) -> di
         pytest.param(Reaper, "_is_elsewhere", trust_the_last_listing, marks=pytest.mark.long),
         pytest.param(Reaper, "_has_only_verdict", forget_verdicts, marks=pytest.mark.long),
         pytest.param(Replicator, "_mark", copy_no_markers, marks=pytest.mark.long),
-        (policy, "kept", forget_milestones),
-        (policy, "kept", forget_every_third),
+        (policy, "kept_forever", forget_milestones),
+        (policy, "kept_forever", forget_every_third),
         pytest.param(policy, "_left_behind", lambda *_: {}, id="forget_former_generations", marks=pytest.mark.long),
         pytest.param(
             Reaper, "_is_still_decided", lambda *_: True, id="delete_what_was_planned", marks=pytest.mark.long

@@ -29,6 +29,14 @@ def test_a_disk_that_will_be_full_is_named_with_its_time_and_how_long_it_is_unti
     assert line in overview_page(status(FULL), [], {})
 
 
+def test_what_hot_keeps_for_a_late_cold_tier_is_named() -> None:
+    late = DiskForecast(verdict="full", full_at=FULL.full_at, full_in_s=60.0, waits_for=["cold", "dr"])
+    when = "hot FULL at 2026-11-28 03:12 UTC, in 1 min 0 s"
+    assert outlook(status(late)) == [
+        f"{when}, at this pace, with what waits for cold and dr; docs/RUNBOOK.md#disk-full"
+    ]
+
+
 def test_where_all_is_well_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     for disk in (None, DiskForecast(verdict="fits")):
         assert outlook(status(disk, queue=QueueReport(tier="cold", checkpoints=0, copy_s=5.0, due_every_s=9.0))) == []

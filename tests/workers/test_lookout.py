@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,13 @@ from tests.support.rooms import RUN, Rooms, rooms_at
 from tests.support.s3 import BUCKET
 from tests.support.trainer import Trainer
 from tests.support.waiting import wait_until
+from tierd.catalog.decisions import halted
 from tierd.catalog.listing import refresh
+from tierd.config.sections import LimitsConfig
 from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import checkpoint_id
-from tierd.workers.lookout import Lookout
+from tierd.workers.lookout import SILENCE_SHARE, Lookout
 
 RELIST = ("relist", "cold")
 
@@ -105,6 +109,89 @@ async def test_a_store_that_refuses_looks_is_listed_once_and_again_after_it_was_
     assert await look(rooms, lookout) == 0
     store.stored_checksum = refuse  # type: ignore[method-assign]
     assert await look(rooms, lookout) == 2, "it had answered meanwhile"
+
+
+SILENT = LimitsConfig(request_timeout_s=0.6)
+DEFAULTS = LimitsConfig()
+
+
+def test_by_default_a_silent_tier_is_named_within_a_minute() -> None:
+    assert DEFAULTS.cold_look_interval_s + DEFAULTS.request_timeout_s / SILENCE_SHARE < 60
+
+
+async def test_a_tier_that_answers_nothing_is_not_known_after_a_third_of_one_timeout(tmp_path: Path) -> None:
+    """The listing that follows takes several whole timeouts to find it out."""
+    async with silent_rooms(tmp_path) as (rooms, silence):
+        lookout = Lookout(rooms.context, rooms.cold["cold"])
+        assert await look(rooms, lookout, times=1) == 1
+        known = rooms.catalog.tiers["cold"]
+        assert not known.is_known
+        assert known.error.endswith("manifest.json in " + rooms.cold["cold"].store.url + ": no valid answer for 0.2 s")
+        assert [halt.tier for halt in halted(rooms.catalog)] == ["cold"], "nothing is deleted because of an old listing"
+        assert await look(rooms, lookout) == 0, "the lister tries again by itself"
+        silence.clear()
+        await refresh(rooms.catalog, rooms.cold["cold"], rooms.context.identities)
+        assert await look(rooms, lookout, times=4) == 0
+        assert rooms.catalog.tiers["cold"].is_known
+        silence.add("silent")
+        assert await look(rooms, lookout, times=1) == 1, "it had answered meanwhile"
+
+
+async def test_a_tier_that_answers_all_but_looks_is_noted_once_for_each_run(tmp_path: Path) -> None:
+    """Else it would not be known for the half of the time."""
+    async with silent_rooms(tmp_path) as (rooms, _):
+        lookout, relisted = Lookout(rooms.context, rooms.cold["cold"]), 0
+        for _ in range(6):
+            relisted += await look(rooms, lookout, times=1)
+            await look(rooms, lookout, times=1)  # before the listing has ended
+            await refresh(rooms.catalog, rooms.cold["cold"], rooms.context.identities)
+        assert relisted == 2
+
+
+async def test_a_slow_look_is_no_silence_while_other_calls_are_answered(tmp_path: Path) -> None:
+    async with silent_rooms(tmp_path) as (rooms, _), asyncio.TaskGroup() as group:
+        looking = group.create_task(Lookout(rooms.context, rooms.cold["cold"]).run_once())
+        for _ in range(12):
+            await asyncio.sleep(0.05)
+            await rooms.cold["cold"].store.exists()
+        assert not looking.done()
+        assert rooms.catalog.tiers["cold"].is_known
+        looking.cancel()
+
+
+@asynccontextmanager
+async def silent_rooms(root: Path) -> AsyncIterator[tuple[Rooms, set[str]]]:
+    """As `rooms`, with a cold tier where no look is answered while the set has an element."""
+    async with rooms_at(root, limits=SILENT) as rooms:
+        for run in (RUN, "other"):
+            await rooms.commit("cold", run=run, step=1, sequence=1)
+        await refresh(rooms.catalog, rooms.cold["cold"], rooms.context.identities)
+        store, silence = rooms.cold["cold"].store, {"silent"}
+        stored_checksum = store.stored_checksum
+
+        async def look_if_it_answers(key: str) -> str | None:
+            while silence:
+                await asyncio.sleep(0.01)
+            return await stored_checksum(key)
+
+        store.stored_checksum = look_if_it_answers  # type: ignore[method-assign]
+        yield rooms, silence
+
+
+def test_a_server_that_accepts_and_never_answers_is_named_soon(tmp_path: Path) -> None:
+    with bucket_server() as served:
+        cold = f'url = "s3://{BUCKET}/deep"\nendpoint_url = "{served.url}"'
+        more = "cold_look_interval_s = 0.1\nrequest_timeout_s = 9.0\n"
+        with Daemon(tmp_path, cold=cold, more=more) as daemon, Trainer() as trainer:
+            trainer.connect(daemon.socket)
+            trainer.train(1)
+            trainer.snapshot()
+            trainer.wait_replicated()
+            served.script = lambda operation, key: "hold"
+            began_s = time.monotonic()
+            wait_until(lambda: "NOT REACHABLE" in daemon.tierd("status").stdout, "the alarm")
+            assert time.monotonic() - began_s < 18.0, "a look alone has three timeouts, and the listing as many"
+            assert "no valid answer for 3 s" in daemon.tierd("status").stdout
 
 
 @pytest.mark.parametrize("interval_s", [0.1, 0.0])

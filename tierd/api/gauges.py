@@ -30,6 +30,7 @@ def refresh_gauges(context: DaemonContext, status: StatusReport, peer_lag_s: Cal
         metrics.commit_missing_ranks,
         metrics.unhealthy_checkpoints,
         metrics.tier_free_bytes,
+        metrics.tier_used_bytes,
         metrics.run_state,
         metrics.run_pause_seconds,
         metrics.run_pause_limit_seconds,
@@ -64,12 +65,13 @@ def refresh_gauges(context: DaemonContext, status: StatusReport, peer_lag_s: Cal
             if age is not None:
                 metrics.last_committed_timestamp_seconds.labels(run.run, tier).set(now.timestamp() - age)
     for tier in status.tiers:
-        metrics.tier_used_bytes.labels(tier.name).set(tier.used_bytes or 0)
+        if tier.used_bytes is not None:
+            metrics.tier_used_bytes.labels(tier.name).set(tier.used_bytes)
         if tier.free_bytes is not None:
             metrics.tier_free_bytes.labels(tier.name).set(tier.free_bytes)
         metrics.damaged_checkpoints.labels(tier.name).set(len(catalog.tiers[tier.name].damaged))
-        manifests = catalog.manifests_in(tier.name)
-        counts = Counter(manifest.run if manifest.run in shown else OTHER_RUNS for manifest in manifests)
+        runs = (checkpoint.run for checkpoint in catalog.in_tier(tier.name))
+        counts = Counter(run if run in shown else OTHER_RUNS for run in runs)
         for run in {*shown, *counts}:
             metrics.checkpoints.labels(run, tier.name).set(counts[run])
     for queue in status.queues:

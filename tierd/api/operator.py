@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import suppress
 
 import msgspec
@@ -21,7 +21,7 @@ from tierd.api.forecasts import Forecasts
 from tierd.api.gauges import refresh_gauges
 from tierd.api.queue_reports import queue_reports
 from tierd.api.write_rates import WriteRates
-from tierd.catalog.decisions import halted, to_reap
+from tierd.catalog.decisions import decisions, forecasting, halted, to_reap
 from tierd.catalog.entry import Entry
 from tierd.context import DaemonContext
 from tierd.format.ids import HOT, MEMORY, CheckpointId, Run, is_run, parse_name
@@ -34,12 +34,12 @@ from tierd.status.alarm_rules import alarms
 from tierd.status.checkpoint_report import (
     CheckpointReport,
     CheckpointRow,
+    CheckpointRows,
     checkpoint_report,
-    checkpoint_rows,
     read_diagnosis,
 )
 from tierd.status.disks import free_bytes, on_disk_of
-from tierd.status.lifecycle_report import PlannedAction, lifecycle_report, planned_actions
+from tierd.status.lifecycle_report import LifecycleReport, PlannedAction, planned_actions
 from tierd.status.node_reports import (
     NewestPart,
     NodesReport,
@@ -68,6 +68,8 @@ from tierd.workers.lister import Lister
 from tierd.workers.roster_reader import RosterReader
 from tierd.workers.sidecar_follower import SidecarFollower
 from tierd.workers.watcher import Watcher
+
+ROWS_AT_ONCE, RUNS_AT_ONCE = 256, 64  # some milliseconds each
 
 
 class Operator:
@@ -123,8 +125,12 @@ class Operator:
             asyncio.gather(*map(free_bytes, tiers.values())),
             on_disk_of(tiers[HOT], self._context.cold.values()),
         )
-        left = to_reap(self._catalog, self._context.config)
         forecasts = await self._forecasts.read(dict(zip(tiers, free, strict=True)), on_hot_disk)
+        runs = [report async for report in self._runs(on_hot_disk)]
+        left = to_reap(self._catalog, self._context.config)
+        await asyncio.sleep(0)
+        queues = queue_reports(self._context, forecasts.due_every_s)
+        await asyncio.sleep(0)
         rates = self.write_rates.rates()
         return StatusReport(
             version=tierd.__version__,
@@ -141,7 +147,7 @@ class Operator:
                 for tier, lister in self._listers.items()
                 for checkpoint in lister.lost
             ],
-            runs=[self._run(run, on_hot_disk) for run in sorted({*self._catalog.runs(), *self._memory.runs()})],
+            runs=runs,
             tiers=[
                 tier_report(
                     self._catalog,
@@ -156,13 +162,20 @@ class Operator:
                 )
                 for (name, tier), tier_free_bytes in zip(tiers.items(), free, strict=True)
             ],
-            queues=queue_reports(self._context, forecasts.due_every_s),
+            queues=queues,
             watches=[watcher.report() for watcher in self._watchers],
             sidecars=None if self.sidecars is None else self.sidecars.report(),
             slots={state.value: slot_counts[state] for state in SlotState},
             costs=costs_report(self._context.metrics),
             failures=msgspec.convert(self._context.incidents.recent(), list[FailureReport]),
         )
+
+    async def _runs(self, on_hot_disk: Set[str]) -> AsyncIterator[RunReport]:
+        """By name. Other tasks go on meanwhile."""
+        for count, run in enumerate(sorted({*self._catalog.runs(), *self._memory.runs()}), start=1):
+            yield self._run(run, on_hot_disk)
+            if count % RUNS_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _listed_age_s(self, tier: str) -> float | None:
         lister = self._listers.get(tier)
@@ -218,7 +231,7 @@ class Operator:
         report.newer_generation = self._context.newer_generations().get(run)
         report.at_risk = self._at_risk(run, report, on_hot_disk)
         # A snapshot in memory may be diagnosed before there is a marker.
-        unhealthy = {entry.id for entry in self._catalog.entries(run) if entry.healthy is False}
+        unhealthy = {*self._catalog.unhealthy(run)}
         unhealthy |= {snapshot_set.id for snapshot_set in self._memory.complete(run) if snapshot_set.is_unhealthy}
         oldest_first = sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)
         report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
@@ -254,22 +267,27 @@ class Operator:
         newest = next(iter(copies.of_run(run)), None) if copies is not None else None
         return newest and newest_part_report(newest, self._now())
 
-    def rows(self, run: Run | None = None) -> list[CheckpointRow]:
-        """As `tierd ls` shows them."""
+    async def rows(self, run: Run | None = None) -> list[CheckpointRow]:
+        """As `tierd ls` shows them. Other tasks go on meanwhile."""
         in_memory = self._memory.complete()
         # That this node's part is healthy says nothing about the others.
         health = {one.id: True for one in in_memory if one.is_healthy and one.node is None}
         health |= {one.id: False for one in in_memory if one.is_unhealthy}
-        return checkpoint_rows(self._catalog, run, in_memory=self._in_memory(), health=health)
+        made = CheckpointRows(self._catalog, run, self._in_memory(), health)
+        rows: list[CheckpointRow] = []
+        for begin in range(0, len(made.ids), ROWS_AT_ONCE):
+            rows += made.make(made.ids[begin : begin + ROWS_AT_ONCE])
+            await asyncio.sleep(0)
+        return rows
 
     def parents(self, run: Run | None = None) -> dict[CheckpointId, CheckpointId | None]:
         """The checkpoint that each one continues."""
         in_memory = {manifest.id: manifest.parent for manifest in self._in_memory() if run in (None, manifest.run)}
         return in_memory | {entry.id: entry.manifest.parent for entry in self._catalog.entries(run)}
 
-    def planned(self, run: Run) -> list[PlannedAction]:
-        """What the lifecycle does with each checkpoint of the run, also what it keeps, and why."""
-        return planned_actions(self._catalog, self._context.config, run, is_explained=True)
+    def planned(self, checkpoint: CheckpointId) -> list[PlannedAction]:
+        """What the lifecycle does with it, also where it keeps it, and why."""
+        return planned_actions(decisions(self._catalog, self._context.config, only=checkpoint))
 
     async def report(self, run: str, name: str) -> CheckpointReport | None:
         """As `tierd show` shows it. None if there is none of this name."""
@@ -300,7 +318,9 @@ class Operator:
     # ── routes ──
 
     async def _metrics_text(self, _: web.Request) -> web.Response:
-        refresh_gauges(self._context, await self.status(), self._peer_lag_s)
+        status = await self.status()
+        await asyncio.sleep(0)
+        refresh_gauges(self._context, status, self._peer_lag_s)
         body, content_type = self._context.metrics.render()
         return web.Response(body=body, headers={"Content-Type": content_type})
 
@@ -327,7 +347,8 @@ class Operator:
 
     async def _checkpoints(self, request: web.Request) -> web.Response:
         run = request.query.get("run")
-        return _json(self.rows(Run(run) if run else None))
+        rows = await self.rows(Run(run) if run else None)
+        return _as_json(await asyncio.to_thread(_encoded, rows))
 
     async def _checkpoint(self, request: web.Request) -> web.Response:
         run, name = request.match_info["run"], request.match_info["name"]
@@ -337,9 +358,19 @@ class Operator:
         return _json(report)
 
     async def _lifecycle(self, _: web.Request) -> web.Response:
-        return _json(lifecycle_report(self._catalog, self._context.config))
+        planned = planned_actions(decisions(self._catalog, self._context.config, with_kept=False))
+        forecasts = await asyncio.to_thread(forecasting(self._catalog, self._context.config))
+        report = LifecycleReport(planned=planned, forecast=forecasts)
+        return _as_json(await asyncio.to_thread(_encoded, report))
 
 
 def _json(content: object, status: int = 200) -> web.Response:
-    text = printable_json(msgspec.json.encode(content))
+    return _as_json(_encoded(content), status)
+
+
+def _as_json(text: str, status: int = 200) -> web.Response:
     return web.Response(text=text, status=status, content_type="application/json")
+
+
+def _encoded(content: object) -> str:
+    return printable_json(msgspec.json.encode(content))

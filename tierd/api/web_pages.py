@@ -27,7 +27,10 @@ class WebPages:
 
     async def _overview(self, _: web.Request) -> web.Response:
         status = await self._operator.status()
-        return await _page(pages.overview_page, status, self._operator.rows(), self._operator.parents())
+        runs = [Run(report.run) for report in pages.pictured(status)]
+        rows = [row for run in runs for row in await self._operator.rows(run)]
+        parents = {child: parent for run in runs for child, parent in self._operator.parents(run).items()}
+        return await _page(pages.overview_page, status, rows, parents)
 
     async def _run(self, request: web.Request) -> web.Response:
         name = request.match_info["run"]
@@ -36,7 +39,8 @@ class WebPages:
         if report is None:
             return await _page(pages.missing_page, status, f"run {name}", code=404)
         run = Run(name)
-        return await _page(pages.run_page, status, report, self._operator.rows(run), self._operator.parents(run))
+        rows = await self._operator.rows(run)
+        return await _page(pages.run_page, status, report, rows, self._operator.parents(run))
 
     async def _checkpoint(self, request: web.Request) -> web.Response:
         run, name = request.match_info["run"], request.match_info["name"]
@@ -45,7 +49,7 @@ class WebPages:
         if report is None:
             return await _page(pages.missing_page, status, f"checkpoint {run}/{name}", code=404)
         checkpoint: CheckpointId = report.manifest.id
-        planned = [each for each in self._operator.planned(checkpoint.run) if each.id == checkpoint]
+        planned = self._operator.planned(checkpoint)
         return await _page(pages.checkpoint_page, status, report, planned)
 
     async def _static(self, request: web.Request) -> web.Response:

@@ -7,10 +7,12 @@ that could not be listed is not known, which stops deletions and never causes on
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from tierd.catalog.claims import Claims
-from tierd.catalog.entry import Entry, SentParts, TierKnowledge, deleted_in, view_of
+from tierd.catalog.contents import Contents
+from tierd.catalog.entry import Entry, SentParts, TierKnowledge, deleted_in
 from tierd.format.ids import HOT, CheckpointId, Generation, Run
 from tierd.format.layout import manifest_key, parse_key
 from tierd.format.manifest import Manifest
@@ -18,11 +20,11 @@ from tierd.format.node_file import NodeFile
 from tierd.lifecycle.policy import CheckpointView
 
 
-class Catalog:
+class Catalog(Contents):
     """`changes`: the number of changes so far. While it stays the same, a decision made before is still valid."""
 
     def __init__(self, tiers: Iterable[str]) -> None:
-        self._entries: dict[CheckpointId, Entry] = {}
+        super().__init__()
         self._generations: dict[Run, int] = {}
         self.claims = Claims()
         self.changes = 0
@@ -44,18 +46,18 @@ class Catalog:
         checkpoint = manifest.id
         self._touch(checkpoint, tier)
         self._forget_unreadable(checkpoint, tier)
-        if checkpoint not in self._entries or tier not in self._entries[checkpoint].tiers:
-            self.claims.written_here.add(checkpoint)
+        if checkpoint not in self._entries.in_tier(tier):
+            self.claims.wrote(checkpoint)
         entry = self._put(checkpoint, manifest, tier)
         if names := frozenset(milestones):
-            entry.milestones[tier] = entry.milestones.get(tier, frozenset()) | names
+            self._entries.mark(entry, tier, entry.milestones.get(tier, frozenset()) | names)
 
     def diagnosed(self, checkpoint: CheckpointId, tier: str, *, is_healthy: bool) -> None:
         """The replica in `tier` has got a health marker. Ignored when the replica is gone."""
         entry = self._entries.get(checkpoint)
         if entry is not None and tier in entry.tiers:
             self._touch(checkpoint, tier)
-            entry.diagnoses[tier] = is_healthy
+            self._entries.diagnose(entry, tier, is_healthy)
 
     def drop(self, checkpoint: CheckpointId, tier: str) -> None:
         """The replica in `tier` was deleted."""
@@ -68,7 +70,7 @@ class Catalog:
         """The replica in `tier` is gone, and this daemon has not deleted it."""
         entry = self._entries.get(checkpoint)
         if entry is not None and tier in entry.tiers:
-            view = view_of(entry)
+            view = entry.view
             self.drop(checkpoint, tier)
             self.tiers[tier].missing[checkpoint] = view
 
@@ -92,32 +94,17 @@ class Catalog:
         self.tiers[tier].unreadable.pop(checkpoint, None)
 
     def _put(self, checkpoint: CheckpointId, manifest: Manifest, tier: str) -> Entry:
-        entry = self._entries.get(checkpoint)
-        if entry is None:
-            entry = self._entries[checkpoint] = Entry(checkpoint, manifest)
-        if tier == HOT:
-            entry.part = manifest if isinstance(manifest, NodeFile) else None
-        if not isinstance(manifest, NodeFile) or not entry.is_whole:
-            entry.manifest = manifest
-        entry.tiers.add(tier)
+        entry, knowledge = self._entries.put(checkpoint, manifest, tier), self.tiers[tier]
         self._sent_parts.pop((tier, checkpoint), None)
-        self.tiers[tier].missing.pop(checkpoint, None)
-        self.tiers[tier].gone = {c: save for c, save in self.tiers[tier].gone.items() if c != checkpoint}
+        knowledge.missing.pop(checkpoint, None)
+        if checkpoint in knowledge.gone:
+            knowledge.gone = {c: save for c, save in knowledge.gone.items() if c != checkpoint}
         self.saw_generation(checkpoint.run, checkpoint.generation)
         return entry
 
     def _remove(self, checkpoint: CheckpointId, tier: str) -> None:
-        entry = self._entries.get(checkpoint)
-        if entry is None:
-            return
-        entry.tiers.discard(tier)
-        entry.milestones.pop(tier, None)
-        entry.diagnoses.pop(tier, None)
-        if tier == HOT:
-            entry.part = None
-        if not entry.tiers:
-            del self._entries[checkpoint]
-            self.claims.written_here.discard(checkpoint)
+        if self._entries.remove(checkpoint, tier):
+            self.claims.forget_written(checkpoint)
             for key in [key for key, part in self._sent_parts.items() if key[1] == checkpoint and part is None]:
                 del self._sent_parts[key]
 
@@ -152,30 +139,27 @@ class Catalog:
         former = self.tiers[tier]
         damaged = {c: why for c, why in former.damaged.items() if c in listed or c in unreadable}
         changed = {c for c, change in self._changed.pop(tier, {}).items() if change > since}
-        known = {checkpoint for checkpoint, entry in self._entries.items() if tier in entry.tiers}
         buried = {c: save for c, save in gone.items() if c not in changed}
         buried |= {c: save for c, save in former.gone.items() if c in changed}
         has_changed = buried != former.gone
         for checkpoint in buried:  # a daemon has deleted it: that is no loss
             former.missing.pop(checkpoint, None)
-        for checkpoint in (known | listed.keys() - damaged.keys()) - changed:
-            if checkpoint not in listed or checkpoint in damaged:
-                is_there = checkpoint in listed or checkpoint in unreadable or manifest_key(checkpoint) in foreign
-                if not is_there and checkpoint not in buried:
-                    former.missing[checkpoint] = view_of(self._entries[checkpoint])
-                self._remove(checkpoint, tier)
-                has_changed = True
+        there = self._entries.in_tier(tier)
+        for checkpoint in [each for each in there if each not in changed and (each not in listed or each in damaged)]:
+            is_there = checkpoint in listed or checkpoint in unreadable or manifest_key(checkpoint) in foreign
+            if not is_there and checkpoint not in buried:
+                former.missing[checkpoint] = there[checkpoint].view
+            self._remove(checkpoint, tier)
+            has_changed = True
+        for checkpoint, (manifest, milestones) in listed.items():
+            if checkpoint in changed or checkpoint in damaged:
                 continue
-            manifest, milestones = listed[checkpoint]
-            diagnosis = diagnoses.get(checkpoint)
-            entry = self._entries.get(checkpoint)
+            diagnosis, entry = diagnoses.get(checkpoint), there.get(checkpoint)
             markers = (entry.milestones.get(tier, frozenset()), entry.diagnoses.get(tier)) if entry else None
-            if entry is None or tier not in entry.tiers or markers != (milestones, diagnosis):
+            if entry is None or markers != (milestones, diagnosis):
                 entry = self._put(checkpoint, manifest, tier)
-                entry.milestones[tier] = milestones
-                entry.diagnoses.pop(tier, None)
-                if diagnosis is not None:
-                    entry.diagnoses[tier] = diagnosis
+                self._entries.mark(entry, tier, milestones)
+                self._entries.diagnose(entry, tier, diagnosis)
                 has_changed = True
         unreadable = (
             {c: why for c, why in unreadable.items() if c not in changed}
@@ -223,7 +207,7 @@ class Catalog:
                 self.tiers[tier].fingerprints[checkpoint] = fingerprints[checkpoint]
             if not milestones <= (known := entry.milestones.get(tier, frozenset())):
                 self._touch(checkpoint, tier)
-                entry.milestones[tier] = known | milestones
+                self._entries.mark(entry, tier, known | milestones)
             if checkpoint in diagnoses and diagnoses[checkpoint] != entry.diagnoses.get(tier):
                 self.diagnosed(checkpoint, tier, is_healthy=diagnoses[checkpoint])
         for checkpoint, why in unreadable.items():
@@ -270,7 +254,7 @@ class Catalog:
         """This node's part is in `tier`. The checkpoint is committed there when all parts are."""
         self._touch(node_file.id, tier)
         self._sent_parts[tier, node_file.id] = node_file
-        self.claims.written_here.add(node_file.id)
+        self.claims.wrote(node_file.id)
 
     def part_gone(self, tier: str, checkpoint: CheckpointId) -> None:
         """The checkpoint was deleted in `tier` before it was committed, or it can never be: it is not sent again."""
@@ -303,46 +287,25 @@ class Catalog:
     def is_copying_known(self, tier: str) -> bool:
         return tier not in self._copying_unknown
 
-    def get(self, checkpoint: CheckpointId) -> Entry | None:
-        return self._entries.get(checkpoint)
-
-    def entries(self, run: Run | None = None) -> list[Entry]:
-        """Newest first within a run; runs by name."""
-        entries = [entry for entry in self._entries.values() if run is None or entry.id.run == run]
-        entries.sort(key=lambda entry: (entry.id.generation, entry.id.step), reverse=True)
-        return sorted(entries, key=lambda entry: entry.id.run)
-
     def runs(self) -> list[Run]:
-        return sorted({checkpoint.run for checkpoint in self._entries} | set(self._generations))
+        return sorted({*self._entries.runs(), *self._generations})
 
-    def newest(self, run: Run, tier: str) -> Manifest | None:
-        """The newest checkpoint that `tier` has whole and that is not known to be unhealthy."""
-        entries = [e for e in self._entries.values() if e.id.run == run and tier in e.tiers]
-        candidates = [e for e in entries if e.healthy is not False and not e.is_part_in(tier)]
-        return max(candidates, key=lambda entry: entry.id.recency).manifest if candidates else None
-
-    def newest_part(self, run: Run) -> NodeFile | None:
-        """The newest part in hot that is not known to be unhealthy."""
-        parts = [e.part for e in self._entries.values() if e.id.run == run and e.part and e.healthy is not False]
-        return max(parts, key=lambda part: part.id.recency) if parts else None
+    def newest_in_cold(self, run: Run) -> CheckpointId | None:
+        """The newest in any cold tier that is known now; not one that is known to be unhealthy."""
+        cold = {name for name, knowledge in self.tiers.items() if name != HOT and knowledge.is_known}
+        in_cold = (entry for entry in reversed(self._entries.of_run(run)) if not cold.isdisjoint(entry.tiers))
+        return next((entry.id for entry in in_cold if entry.view.healthy is not False), None)
 
     def absent(self, tier: str, committed: Collection[CheckpointId], *, since: int) -> list[CheckpointId]:
         """The replicas, newest first, that are not in `committed` and have not changed since `changes` was `since`."""
         changed = self._changed.get(tier, {})
-        absent = [e.id for e in self._entries.values() if tier in e.tiers and e.id not in committed]
+        absent = (checkpoint for checkpoint in self._entries.in_tier(tier) if checkpoint not in committed)
         unchanged = (checkpoint for checkpoint in absent if changed.get(checkpoint, 0) <= since)
         return sorted(unchanged, key=lambda checkpoint: checkpoint.recency, reverse=True)
-
-    def manifests_in(self, tier: str) -> list[Manifest]:
-        """The manifests of all checkpoints that are committed in a tier; in hot also those of this node's parts."""
-        return [entry.held(tier) for entry in self._entries.values() if tier in entry.tiers]
 
     def generation_max(self, run: Run) -> Generation:
         """The highest generation of a run that was ever seen; 0 when there is none."""
         return Generation(self._generations.get(run, 0))
-
-    def sequence_max(self, run: Run) -> int:
-        return max((entry.manifest.sequence for entry in self._entries.values() if entry.id.run == run), default=0)
 
     def unlisted(self) -> dict[str, str]:
         """Why a tier is not known now, by tier."""
@@ -362,13 +325,39 @@ class Catalog:
             (tier, checkpoint): parts
             for tier, knowledge in self.tiers.items()
             for checkpoint, parts in knowledge.sent.items()
-            if run in (None, checkpoint.run) and not ((entry := self._entries.get(checkpoint)) and tier in entry.tiers)
+            if run in (None, checkpoint.run) and checkpoint not in self._entries.in_tier(tier)
         }
+
+    def sent_of(self, checkpoint: CheckpointId) -> dict[str, SentParts]:
+        """As `sent`, of one checkpoint, by cold tier."""
+        listed = {tier: sent for tier, each in self.tiers.items() if (sent := each.sent.get(checkpoint)) is not None}
+        return {tier: sent for tier, sent in listed.items() if checkpoint not in self._entries.in_tier(tier)}
 
     def views(self) -> list[CheckpointView]:
         """The checkpoints as the lifecycle sees them."""
-        doubts, tiers, sent = self.doubts(), self.tiers, self._sent_parts
-        return [view_of(e, doubts.get(e.id, ""), deleted_in(e, tiers, sent)) for e in self._entries.values()]
+        return [view for _, views in self.views_by_run() for view in views]
+
+    def views_by_run(self) -> list[tuple[Run, list[CheckpointView]]]:
+        """The runs by name, each with the views of its checkpoints, oldest first. Not to be changed."""
+        others = self._other_views()
+        return [(run, self._views(run, others.get(run, {}))) for run in self._entries.runs()]
+
+    def _views(self, run: Run, others: Mapping[CheckpointId, CheckpointView]) -> list[CheckpointView]:
+        views = self._entries.views(run)
+        return [others.get(view.id, view) for view in views] if others else views
+
+    def _other_views(self) -> dict[Run, dict[CheckpointId, CheckpointView]]:
+        """By run: the views of checkpoints that are foreign or deleted in a tier, which their entries do not tell."""
+        doubts = self.doubts()
+        gone = {checkpoint for knowledge in self.tiers.values() for checkpoint in knowledge.gone}
+        gone |= {checkpoint for (_, checkpoint), part in self._sent_parts.items() if part is None}
+        others: dict[Run, dict[CheckpointId, CheckpointView]] = {}
+        for checkpoint in doubts.keys() | gone:
+            if (entry := self._entries.get(checkpoint)) is not None:
+                deleted = deleted_in(entry, self.tiers, self._sent_parts)
+                view = replace(entry.view, foreign=doubts.get(checkpoint, ""), gone=deleted)
+                others.setdefault(checkpoint.run, {})[checkpoint] = view
+        return others
 
     def foreign(self) -> dict[tuple[str, str], str]:
         """Why a replica or marker is not one of this run's daemons, by (tier, key)."""
@@ -385,14 +374,20 @@ class Catalog:
     def shared_generations(self) -> dict[tuple[str, CheckpointId], str]:
         """Why another daemon may hold the generation that was claimed here, by (tier, checkpoint of another node)."""
         shared = self.claims.shared_generations(self._is_in_hot())
-        return {(tier, c): why for c, why in shared.items() if c in self._entries for tier in self._entries[c].tiers}
+        entries = ((self._entries.get(c), why) for c, why in shared.items())
+        return {(tier, entry.id): why for entry, why in entries if entry is not None for tier in entry.tiers}
 
     def _is_in_hot(self) -> dict[CheckpointId, bool]:
-        """Whether hot has each checkpoint that is in a tier or has disappeared from one."""
-        hot = self.tiers.get(HOT)
-        gone = {checkpoint: False for knowledge in self.tiers.values() for checkpoint in knowledge.missing}
+        """Whether hot has each checkpoint that is in a tier or has disappeared from one. A checkpoint that cannot be in
+        doubt, and because of which no other can be, is left out."""
+        in_hot, hot = self._entries.in_tier(HOT), self.tiers.get(HOT)
         unreadable = dict.fromkeys(hot.unreadable if hot else (), True)
-        return gone | {c: HOT in entry.tiers for c, entry in self._entries.items()} | unreadable
+        here = {(checkpoint.run, checkpoint.generation) for checkpoint in (*in_hot, *unreadable)}
+        found = {checkpoint: checkpoint in in_hot for each in self.tiers.values() for checkpoint in each.missing}
+        for run in filter(self.claims.has_claims_here, self._entries.runs()):
+            for entry in self.claims.to_judge(run, self._entries.of_run(run), here):
+                found[entry.id] = HOT in entry.tiers
+        return found | unreadable
 
     def _touch(self, checkpoint: CheckpointId, tier: str) -> None:
         self.changes += 1

@@ -6,21 +6,36 @@ begins with the claim if that tier lacks it. Pure: no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
+from tierd.catalog.entry import Entry, recency
 from tierd.format.ids import CheckpointId, Run, generation_limit
+from tierd.lifecycle.policy import HOT
 
 
 class Claims:
-    """`written_here`: checkpoints that this daemon has committed, copied or has in memory. `are_signed`: the tiers are
-    read with a key, so that only what is signed is listed."""
+    """`written_here`: checkpoints that this daemon has committed, copied or has in memory; changed only here.
+    `are_signed`: the tiers are read with a key, so that only what is signed is listed."""
 
     def __init__(self) -> None:
         self.written_here: set[CheckpointId] = set()
+        self._written: Counter[tuple[Run, int]] = Counter()  # of those: how many, by generation
         self.are_signed = False
         self._highest: dict[Run, dict[str, int]] = {}  # by tier
         self._claimed_here: dict[Run, set[int]] = {}  # in this hot tier
         self._named_generations: dict[Run, dict[str, frozenset[int]]] = {}  # by tier
+
+    def wrote(self, checkpoint: CheckpointId) -> None:
+        if checkpoint not in self.written_here:
+            self.written_here.add(checkpoint)
+            self._written[checkpoint.run, checkpoint.generation] += 1
+
+    def forget_written(self, checkpoint: CheckpointId) -> None:
+        if checkpoint in self.written_here:
+            self.written_here.remove(checkpoint)
+            self._written[checkpoint.run, checkpoint.generation] -= 1
 
     def saw(self, run: Run, generations: Iterable[int], tier: str, *, is_here: bool) -> None:
         """Claims of the run in a tier. `is_here`: it is this hot tier."""
@@ -76,6 +91,27 @@ class Claims:
     def lacks(self, tier: str, checkpoint: CheckpointId) -> bool:
         """Whether the tier, as far as it was listed, has no claim of the checkpoint's generation or of a later one."""
         return checkpoint.generation > self._highest.get(checkpoint.run, {}).get(tier, 0)
+
+    def has_claims_here(self, run: Run) -> bool:
+        """Without one, nothing of the run is in doubt."""
+        return bool(self._claimed_here.get(run))
+
+    def to_judge(self, run: Run, entries: Sequence[Entry], here: Container[tuple[Run, int]]) -> Iterator[Entry]:
+        """The entries of a run, oldest first, without those that are neither in doubt nor put others in doubt. Of each
+        generation, those are left from the newest one to the first that is in hot or that this daemon has written; if
+        there is none such, none. Of a generation above all claims, all. `here`: the generations with any in hot."""
+        highest, end = self._highest_anywhere(run), len(entries)
+        while end:
+            generation = entries[end - 1].id.generation
+            begin = bisect_left(entries, (generation, 0), hi=end, key=recency)
+            is_claimed = generation <= highest
+            if not is_claimed or (run, generation) in here or self._written[run, generation]:
+                for index in range(end - 1, begin - 1, -1):
+                    entry = entries[index]
+                    yield entry
+                    if is_claimed and (HOT in entry.tiers or entry.id in self.written_here):
+                        break
+            end = begin
 
     def doubts(self, is_in_hot: Mapping[CheckpointId, bool]) -> dict[CheckpointId, str]:
         """The checkpoints that no daemon with a claim of the run seems to have committed, each with the reason. Empty

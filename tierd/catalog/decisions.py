@@ -7,9 +7,11 @@ unreadable manifest makes the run's part of that tier unknown.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
+from itertools import islice
 
 from tierd.catalog.catalog import Catalog
 from tierd.config.sections import Config, TierPolicy
@@ -57,43 +59,82 @@ def halted(catalog: Catalog) -> list[Halt]:
     return halts + [Halt(HaltReason.SHARED_GENERATION, tier, run, why) for (tier, run), why in shared.items()]
 
 
-def decisions(catalog: Catalog, config: Config, *, is_hot_full: bool = False) -> list[Decision]:
+def decisions(
+    catalog: Catalog,
+    config: Config,
+    *,
+    is_hot_full: bool = False,
+    with_kept: bool = True,
+    only: CheckpointId | None = None,
+) -> list[Decision]:
     """What becomes of every checkpoint in every tier, and why, given which tiers are known for its run. `is_hot_full`:
-    hot needs room for a new one."""
+    hot needs room for a new one. `with_kept`: also of the replicas that stay. `only`: of this one."""
     copying = _copying(catalog, config)
     if unknown := [cold.name for cold in config.cold if not catalog.is_copying_known(cold.name)]:
         # Soon after a start, any checkpoint in hot may be half copied.
-        in_hot = {manifest.id for manifest in catalog.manifests_in(HOT)}
+        in_hot = set(catalog.in_tier(HOT))
         copying |= dict.fromkeys(unknown, in_hot)
-    decided = _explained(catalog, config, catalog.views(), copying)
+    unreadable = _unreadable_tiers(catalog)
+    runs = [(run, views) for run, views in catalog.views_by_run() if only is None or run == only.run]
+    decided = _explained(catalog, config, runs, copying, unreadable, with_kept=with_kept, only=only)
+    shared = {c.run: why for (_, c), why in catalog.shared_generations().items()}
+    decided = _with_halts(decided, shared)
     needed = _needed_parts(catalog, is_hot_full=is_hot_full)
     decided = [_needed(decision) if decision.checkpoint in needed else decision for decision in decided]
     left = config.left_to_reap
-    return [_left_to_reap(decision) if decision.tier in left else decision for decision in decided]
+    decided = [_left_to_reap(decision) if decision.tier in left else decision for decision in decided]
+    return decided if with_kept else [decision for decision in decided if decision.action is not Action.KEEP]
 
 
 def _explained(
     catalog: Catalog,
     config: Config,
-    checkpoints: Iterable[policy.CheckpointView],
-    copying: Mapping[str, set[CheckpointId]],
+    runs: Iterable[tuple[Run, list[policy.CheckpointView]]],
+    copying: Mapping[str, Set[CheckpointId]],
+    unreadable: Mapping[Run, Set[str]],
     *,
     sees_hot: bool = True,
+    with_kept: bool = True,
+    only: CheckpointId | None = None,
 ) -> list[Decision]:
-    unreadable = {(tier, checkpoint.run) for tier, checkpoint in catalog.unreadable()}
+    """`unreadable`: the tiers where something of a run cannot be read. What is decided without what is kept is
+    remembered, run by run: status and workers ask for it again and again, and most often one run has changed."""
     decided: list[Decision] = []
-    for run, views in policy.by_run(checkpoints):
-        is_known = {name: known.is_known and (name, run) not in unreadable for name, known in catalog.tiers.items()}
-        cold = {cold.name: is_known[cold.name] for cold in config.cold}
-        decided += policy.explain(
-            views,
-            config.lifecycle,
-            cold=cold,
-            hot_known=is_known[HOT] or not sees_hot,
-            own=config.own_policies,
-            copying=copying,
-        )
-    shared = {c.run: why for (_, c), why in catalog.shared_generations().items()}
+    own, rules, usual = config.own_policies, config.lifecycle, _known(catalog, config, sees_hot=sees_hot)
+    copied_runs, none = {each.run for copied in copying.values() for each in copied}, dict[str, Set[CheckpointId]]()
+    for run, views in runs:
+        is_usual = run not in unreadable
+        cold, hot_known = usual if is_usual else _known(catalog, config, unreadable[run], sees_hot=sees_hot)
+        of_run = none
+        if run in copied_runs:
+            of_run = {tier: {each for each in copied if each.run == run} for tier, copied in copying.items()}
+        explain = partial(policy.explain_run, views, rules, cold=cold, hot_known=hot_known, own=own, copying=of_run)
+        if with_kept:
+            decided += explain(only=only)
+        else:
+            inputs = cold, hot_known, of_run, own, rules, views
+            decided += catalog.remembered(run, inputs, partial(explain, with_kept=False))
+    return decided
+
+
+def _known(
+    catalog: Catalog, config: Config, unreadable: Container[str] = (), *, sees_hot: bool
+) -> tuple[dict[str, bool], bool]:
+    """Of each cold tier and of hot, whether its contents are known for a run with these tiers `unreadable`."""
+    known = {name: each.is_known and name not in unreadable for name, each in catalog.tiers.items()}
+    return {cold.name: known[cold.name] for cold in config.cold}, known[HOT] or not sees_hot
+
+
+def _unreadable_tiers(catalog: Catalog) -> dict[Run, set[str]]:
+    """By run, the tiers that have something of it that cannot be read."""
+    tiers: defaultdict[Run, set[str]] = defaultdict(set)
+    for tier, checkpoint in catalog.unreadable():
+        tiers[checkpoint.run].add(tier)
+    return tiers
+
+
+def _with_halts(decided: Iterable[Decision], shared: Mapping[Run, str]) -> list[Decision]:
+    """`shared`: why another daemon may write to the cold tiers, by run."""
     return [
         _halted(decision, shared[decision.checkpoint.run])
         if decision.tier != HOT and decision.checkpoint.run in shared
@@ -113,20 +154,17 @@ def _halted(decision: Decision, why: str) -> Decision:
 def _needed_parts(catalog: Catalog, *, is_hot_full: bool) -> set[CheckpointId]:
     """The parts in hot that a restart over several nodes may need."""
     parts: dict[Run, list[CheckpointId]] = defaultdict(list)
-    newest_in_cold: dict[Run, CheckpointId] = {}
-    for entry in catalog.entries():  # newest first within a run
+    for checkpoint, entry in catalog.in_tier(HOT).items():
         # Nothing is restored from adopted parts before their commit.
         if entry.part is not None and not entry.part.is_adopted:
-            parts[entry.id.run].append(entry.id)
-        if entry.healthy is not False and any(tier != HOT and catalog.tiers[tier].is_known for tier in entry.tiers):
-            newest_in_cold.setdefault(entry.id.run, entry.id)
+            parts[checkpoint.run].append(checkpoint)
     return {
         checkpoint
         for run, of_run in parts.items()
         for checkpoint in needed_parts(
             of_run,
             everywhere=catalog.everywhere.get(run),
-            newest_in_cold=newest_in_cold.get(run),
+            newest_in_cold=catalog.newest_in_cold(run),
             is_full=is_hot_full,
         )
     }
@@ -154,10 +192,16 @@ def to_reap(catalog: Catalog, config: Config) -> dict[str, int]:
     hot, so it keeps in cold also what the policy of hot selects."""
     if not config.left_to_reap:
         return {}
-    views = [replace(view, tiers=view.tiers - {HOT}) for view in catalog.views() if view.tiers - {HOT}]
-    decided = _explained(catalog, config, views, {}, sees_hot=False)
+    runs = [(run, _without_hot(views)) for run, views in catalog.views_by_run()]
+    decided = _explained(catalog, config, runs, {}, _unreadable_tiers(catalog), sees_hot=False, with_kept=False)
+    decided = _with_halts(decided, {c.run: why for (_, c), why in catalog.shared_generations().items()})
     waiting = Counter(deletion.tier for deletion in policy.deletions(decided))
     return {name: waiting[name] for name in config.left_to_reap}
+
+
+def _without_hot(views: list[policy.CheckpointView]) -> list[policy.CheckpointView]:
+    others = [view if HOT not in view.tiers else replace(view, tiers=view.tiers - {HOT}) for view in views]
+    return [view for view in others if view.tiers]
 
 
 def deletions_for_space(
@@ -175,24 +219,32 @@ def deletions_for_space(
         for decision in decisions(catalog, config, is_hot_full=True)
         if decision.checkpoint.run not in halted_runs and decision.checkpoint not in without
     ]
-    sizes = {manifest.id: manifest.size_bytes for manifest in catalog.manifests_in(HOT)}
-    return hot_deletions_for(need_bytes, decided, cold=[cold.name for cold in config.cold], sizes=sizes)
+    return hot_deletions_for(need_bytes, decided, cold=[cold.name for cold in config.cold], sizes=catalog.sizes(HOT))
 
 
 def pending(catalog: Catalog, config: Config, tier: str) -> list[CheckpointId]:
     """The checkpoints that `tier` should have and lacks, and that can be copied now, in the order of the plan."""
-    rules = _rules(config, tier)
-    views = catalog.views()
-    milestones = {view.id for view in views if view.milestones}
     copies = [copy for copy in _about_copies(catalog, config) if copy.tier == tier]
+    entries = [entry for copy in copies if (entry := catalog.get(copy.checkpoint)) is not None]
+    milestones = {entry.id for entry in entries if entry.view.milestones}
+    runs = {entry.id.run for entry in entries}
+    rules = _rules(config, tier)
+    newest = [view for run in runs for view in _newest_healthy(catalog, run, max(rules.keep_last, 1))]
+    lasting = policy.lasting(newest, rules, among=[entry.view for entry in entries])
     # A person must clear an unreadable replica: to copy it again would end in the same conflict.
     refused = catalog.tiers[tier].unreadable.keys()
     foreign = catalog.tiers[tier].foreign
-    ordered = [copy.checkpoint for copy in policy.copies(copies, milestones, policy.lasting(views, rules))]
+    ordered = [copy.checkpoint for copy in policy.copies(copies, milestones, lasting)]
     deleted = deleted_elsewhere(catalog, config, tier)
     left_out = {c for c in ordered if c in refused or c in deleted or manifest_key(c) in foreign}
     left_out |= {c for c in ordered if catalog.is_part_sent(tier, c)}
     return _in_order_of_all_nodes(catalog, [c for c in ordered if c not in left_out], milestones)
+
+
+def _newest_healthy(catalog: Catalog, run: Run, count: int) -> Iterator[policy.CheckpointView]:
+    """Those that may be healthy, newest first."""
+    views = (entry.view for entry in catalog.entries(run))
+    return islice((view for view in views if view.healthy is not False), count)
 
 
 def _in_order_of_all_nodes(
@@ -261,24 +313,30 @@ def _missing_and_kept(catalog: Catalog, config: Config, tier: str, *, with_doubt
     return [checkpoint for checkpoint in newest_first if checkpoint in missing and checkpoint not in doubted]
 
 
-def forecasts(catalog: Catalog, config: Config) -> list[Forecast]:
-    """What each run will hold in each tier, and what that will cost."""
-    sizes = {entry.id: entry.manifest.size_bytes for entry in catalog.entries()}
-    prices = {cold.name: cold.price_per_gib_month for cold in config.cold}
-    return forecast(catalog.views(), sizes, config.lifecycle, cold=prices, own=config.own_policies)
+def forecasting(catalog: Catalog, config: Config) -> Callable[[], list[Forecast]]:
+    """A function that returns what each run will hold in each tier, and what that will cost. It may take long, and may
+    be called in a thread: it does not read the catalog."""
+    manifests = [entry.manifest for entry in catalog.entries()]
+    views, prices = catalog.views(), {cold.name: cold.price_per_gib_month for cold in config.cold}
+
+    def forecasts() -> list[Forecast]:
+        sizes = {manifest.id: manifest.size_bytes for manifest in manifests}
+        return forecast(views, sizes, config.lifecycle, cold=prices, own=config.own_policies)
+
+    return forecasts
 
 
 def held(catalog: Catalog, config: Config) -> list[RunInTier]:
     """What each tier holds of each run."""
     rules = rules_by_tier(config.lifecycle, cold=[cold.name for cold in config.cold], own=config.own_policies)
     rules |= {name: [TierPolicy(keep_every=1)] for name in config.left_to_reap}  # this daemon deletes nothing there
-    entries = {entry.id: entry for entry in catalog.entries()}
+    runs = catalog.views_by_run()
+    newest = [catalog.get(views[-1].id) for _, views in runs]
     found: list[RunInTier] = []
-    for _, unsorted in policy.by_run(catalog.views()):
-        views = sorted(unsorted, key=lambda view: view.id.recency)
-        for tier in rules:
-            needed = [view.id for view in views if tier in view.tiers or view is views[-1]]
-            sizes = {checkpoint: entries[checkpoint].held(tier).size_bytes for checkpoint in needed}
+    for tier in rules:
+        # A copy, because the forecast is computed in a thread.
+        sizes = {entry.id: entry.held(tier).size_bytes for entry in newest if entry} | dict(catalog.sizes(tier))
+        for _, views in runs:
             found.append(RunInTier(tier=tier, views=views, sizes=sizes, rules=rules[tier]))
     return found
 
@@ -286,14 +344,14 @@ def held(catalog: Catalog, config: Config) -> list[RunInTier]:
 def to_give_up(catalog: Catalog, config: Config, free_bytes: int | None) -> list[Decision]:
     """The replicas to delete from hot although cold tiers should still get them, so that hot has room for the next two
     checkpoints. `free_bytes`: the free space of hot; None: not limited."""
-    sizes = {manifest.id: manifest.size_bytes for manifest in catalog.manifests_in(HOT)}
+    sizes = catalog.sizes(HOT)
     to_free_bytes = missing_room_bytes(catalog, free_bytes)
     if to_free_bytes <= 0 or not all(catalog.is_copying_known(cold.name) for cold in config.cold):
         return []
     copying = {checkpoint for cold in config.cold if (checkpoint := catalog.copying(cold.name))}
     waits = {
         decision.checkpoint
-        for decision in decisions(catalog, config)
+        for decision in decisions(catalog, config, with_kept=False)
         if decision.action in (Action.REPLICATE, Action.WAIT) and decision.checkpoint not in copying
     }
     waits -= _needed_parts(catalog, is_hot_full=True)
@@ -308,7 +366,7 @@ def to_give_up(catalog: Catalog, config: Config, free_bytes: int | None) -> list
 
 def room_bytes(catalog: Catalog) -> int:
     """The space in hot for the next checkpoints, each as large as the largest there."""
-    return ROOM_CHECKPOINTS * max((manifest.size_bytes for manifest in catalog.manifests_in(HOT)), default=0)
+    return ROOM_CHECKPOINTS * max(catalog.sizes(HOT).values(), default=0)
 
 
 def missing_room_bytes(catalog: Catalog, free_bytes: int | None) -> int:
@@ -328,14 +386,8 @@ def _rules(config: Config, tier: str) -> TierPolicy:
 
 def _about_copies(catalog: Catalog, config: Config) -> list[Decision]:
     """The decisions about copies. An unreadable manifest of a run stops its deletions, but no copy."""
-    return policy.explain(
-        catalog.views(),
-        config.lifecycle,
-        cold={cold.name: catalog.tiers[cold.name].is_known for cold in config.cold},
-        hot_known=True,
-        own=config.own_policies,
-        copying=_copying(catalog, config),
-    )
+    runs, copying = catalog.views_by_run(), _copying(catalog, config)
+    return _explained(catalog, config, runs, copying, {}, sees_hot=False, with_kept=False)
 
 
 def _copying(catalog: Catalog, config: Config) -> dict[str, set[CheckpointId]]:

@@ -18,8 +18,8 @@ NOT_LISTED_YET = "not listed yet"
 
 @dataclass(slots=True)
 class Entry:
-    """One checkpoint. `milestones` (marks of them and of removals) and `diagnoses` (whether healthy) by tier, because
-    each replica has its markers.
+    """One checkpoint. Only catalog/entries.py changes it. `milestones` (marks of them and of removals) and `diagnoses`
+    (whether healthy) by tier, because each replica has its markers.
     `part`: what hot has of it, if that is only this node's part. `manifest`: of the whole checkpoint, as far as it is
     known, else the part."""
 
@@ -29,6 +29,7 @@ class Entry:
     tiers: set[str] = field(default_factory=set)
     milestones: dict[str, frozenset[str]] = field(default_factory=dict)
     diagnoses: dict[str, bool] = field(default_factory=dict)
+    kept_view: CheckpointView | None = field(default=None, compare=False, repr=False)  # until the entry changes
 
     def held(self, tier: str) -> Manifest:
         """What `tier` has of it: the whole checkpoint, or in hot this node's part."""
@@ -51,6 +52,13 @@ class Entry:
         if self.is_whole and manifest is not self.manifest and manifest != self.manifest:
             return "the manifest differs"
         return self.part.contradiction(manifest) if self.part is not None else ""
+
+    @property
+    def view(self) -> CheckpointView:
+        """As the lifecycle sees it, as far as the entry tells."""
+        if self.kept_view is None:
+            self.kept_view = view_of(self)
+        return self.kept_view
 
     @property
     def healthy(self) -> bool | None:
@@ -81,6 +89,11 @@ class Entry:
     def counted_marks(self) -> frozenset[str]:
         """The marks that every tier should have: those of removed milestones do not count."""
         return self.all_milestones | {mark for mark in self.all_marks if layout.removed_by(mark) is not None}
+
+
+def recency(entry: Entry) -> tuple[int, int]:
+    """To sort entries of a run by."""
+    return entry.id.recency
 
 
 class SentParts(NamedTuple):

@@ -21,7 +21,7 @@ from tierd.format.ids import GENERATION_SEEN_MAX, HOT, CheckpointId, Generation,
 from tierd.format.manifest import Manifest
 from tierd.tiers.pool import for_each
 from tierd.tiers.tier import CLAIMS_KEPT, Tier
-from tierd.tiers.tier_listing import Listing
+from tierd.tiers.tier_listing import OBJECTS_AT_ONCE, Listing
 
 log = logging.getLogger("tierd")
 
@@ -177,10 +177,18 @@ async def _read(catalog: Catalog, tier: Tier, listing: Listing, *, is_read_only:
         catalog.saw_generation(run, generation)
     for checkpoint in newer_format:
         catalog.saw_generation(checkpoint.run, checkpoint.generation)
+    replicas: dict[CheckpointId, tuple[Manifest, frozenset[str]]] = {}
+    diagnoses: dict[CheckpointId, bool] = {}
+    for count, (checkpoint, manifest) in enumerate(manifests.items(), start=1):
+        replicas[checkpoint] = manifest, listing.marks(checkpoint)
+        if (diagnosis := listing.diagnosis(checkpoint)) is not None:
+            diagnoses[checkpoint] = diagnosis
+        if count % OBJECTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
     return _Listed(
-        replicas={checkpoint: (manifest, listing.marks(checkpoint)) for checkpoint, manifest in manifests.items()},
+        replicas=replicas,
         unreadable=unreadable,
-        diagnoses={c: diagnosis for c in manifests if (diagnosis := listing.diagnosis(c)) is not None},
+        diagnoses=diagnoses,
         newer_format=newer_format,
         foreign=foreign | listing.foreign,
     )
@@ -239,9 +247,11 @@ async def _manifests(
     foreign: dict[str, str] = {}
     read_before = catalog.tiers[tier.name].fingerprints
     unread: list[CheckpointId] = []
-    for checkpoint in listing.committed:
-        known = catalog.get(checkpoint)
-        if known and tier.name in known.tiers and read_before.get(checkpoint) == listing.fingerprints[checkpoint]:
+    for count, checkpoint in enumerate(listing.committed, start=1):
+        if count % OBJECTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        known = catalog.in_tier(tier.name).get(checkpoint)
+        if known and read_before.get(checkpoint) == listing.fingerprints[checkpoint]:
             found[checkpoint] = known.held(tier.name)
         else:
             unread.append(checkpoint)
@@ -293,7 +303,9 @@ async def _manifests(
                     newer_format.add(checkpoint)
     if tier.cache is not None and len(unread) > BATCH:
         await tier.cache.write(found, listing.fingerprints)
-    for checkpoint, manifest in list(found.items()):
+    for count, (checkpoint, manifest) in enumerate(list(found.items()), start=1):
+        if count % OBJECTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
         known, why = catalog.get(checkpoint), ""
         others = known.tiers - {tier.name} if known else None
         if known and others and (contradiction := known.contradiction(manifest)):

@@ -11,6 +11,22 @@ from tierd.format.layout import MANIFEST, parse_key
 from tierd.lifecycle.selection import Candidate, SelectableReplicas, UnreadableReplica
 
 
+def candidate_of(
+    catalog: Catalog, checkpoint: CheckpointId, *, is_in_memory: bool, is_healthy: bool | None
+) -> Candidate:
+    """A checkpoint with the tiers that have it whole, maybe none. `is_healthy`: where it has no diagnosis marker."""
+    entry = catalog.get(checkpoint)
+    tiers = [MEMORY] if is_in_memory else []
+    tiers += [tier for tier in catalog.tiers if entry and tier in entry.tiers and not entry.is_part_in(tier)]
+    diagnosed = entry.view.healthy if entry else None
+    return Candidate(
+        id=checkpoint,
+        milestones=entry.view.milestones if entry else frozenset(),
+        tiers=tuple(tiers),
+        is_healthy=is_healthy if diagnosed is None else diagnosed,
+    )
+
+
 def selectable_replicas(
     catalog: Catalog,
     run: Run | None = None,
@@ -24,20 +40,10 @@ def selectable_replicas(
     listed = {entry.id: entry for entry in catalog.entries(run)}
     candidates: list[Candidate] = []
     for checkpoint in {*in_memory, *listed}:
-        entry = listed.get(checkpoint)
-        tiers = [MEMORY] if checkpoint in in_memory else []
-        tiers += [tier for tier in catalog.tiers if entry and tier in entry.tiers and not entry.is_part_in(tier)]
-        if not tiers:
-            continue
-        is_healthy = entry.healthy if entry else None
-        candidates.append(
-            Candidate(
-                id=checkpoint,
-                milestones=entry.all_milestones if entry else frozenset(),
-                tiers=tuple(tiers),
-                is_healthy=health.get(checkpoint) if is_healthy is None else is_healthy,
-            )
-        )
+        is_in_memory = checkpoint in in_memory
+        candidate = candidate_of(catalog, checkpoint, is_in_memory=is_in_memory, is_healthy=health.get(checkpoint))
+        if candidate.tiers:
+            candidates.append(candidate)
     unreadable = [
         UnreadableReplica(
             id=checkpoint, tier=tier, reason=reason, is_newer_format=checkpoint in catalog.tiers[tier].newer_format

@@ -62,6 +62,7 @@ async def fetch_subset(
 ) -> tuple[int, Path]:
     """(bytes of all chunks that were needed, the folder to publish)."""
     entries = {entry.name: entry for entry in manifest.files if entry.name in files}
+    was_begun = output.is_begun
     title = f"step {manifest.step}"
     if not subset.only:
         output.check_room(sum(entry.size_bytes for entry in entries.values()))
@@ -79,6 +80,7 @@ async def fetch_subset(
             written[name] = file
         prefixes |= {tensor.partition(".")[0] + ".*" for tensor in shard.tensors}
     if not written:
+        output.is_worth_keeping = was_begun  # the headers alone are worth nothing
         raise NotFound(
             f"restore {' and '.join(subset.only)} of {manifest.id}: no tensor has such a name",
             hint=f"as in {', '.join(map(repr, sorted(prefixes)[:20]))}",

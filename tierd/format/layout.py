@@ -123,6 +123,8 @@ def milestone_of(file_name: str) -> str | None:
 
 def mark_of(file_name: str) -> str | None:
     """What the marker of a milestone says: its name, or what `removal` returns for the name. None of any other file."""
+    if not file_name.startswith(("milestone-", "removed-")):  # a listing asks for every file
+        return None
     match = _REMOVED_MILESTONE.fullmatch(file_name)
     return removal(match[1]) if match else milestone_of(file_name)
 

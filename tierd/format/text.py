@@ -39,7 +39,10 @@ def printable_json(encoded: bytes) -> str:
         units = char.encode("utf-16-be", "surrogatepass")
         return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
 
-    return _NOT_PRINTABLE.sub(escape, encoded.decode())
+    text = encoded.decode()
+    if text.isascii() and text.isprintable():  # much faster, and most often so
+        return text
+    return _NOT_PRINTABLE.sub(escape, text)
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:

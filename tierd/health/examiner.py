@@ -55,11 +55,8 @@ class Examiner:
         began_at = self._catalog.changes
         if began_at == self._done_at and not in_memory:
             return True
-        entries = [
-            entry
-            for entry in self._catalog.entries()
-            if self._hot.name in entry.tiers and not entry.manifest.is_adopted  # of that, the numbers are not known
-        ]
+        in_hot = self._catalog.in_tier(self._hot.name).values()
+        entries = [entry for entry in in_hot if not entry.manifest.is_adopted]  # of that, the numbers are not known
         candidates = {*in_memory, *(entry.id for entry in entries)}
         is_complete = True
         for checkpoint in sorted(candidates, key=lambda checkpoint: checkpoint.recency, reverse=True):

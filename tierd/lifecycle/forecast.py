@@ -92,14 +92,25 @@ def rules_by_tier(
     return rules | {name: [own.get(name, policy.cold)] for name in names}
 
 
+class Late(msgspec.Struct, frozen=True, kw_only=True):
+    """A cold tier that does not get all copies in time, so that hot keeps what it lacks. `rule`: what the tier keeps.
+    `share`: how much of what lasts there, as every tenth checkpoint, is never copied at this pace: 1.0 in a tier that
+    cannot be reached; 0.0 where only those are late that newer ones replace."""
+
+    tier: str
+    rule: TierPolicy
+    share: float
+
+
 class RunInTier(msgspec.Struct, frozen=True, kw_only=True):
     """One run in one tier. `views`: all checkpoints of the run, oldest first. `sizes`: the bytes of those that the tier
-    has, and of the newest. `rules`: what the tier keeps."""
+    has, and of the newest. `rules`: what the tier keeps. `late`: of hot, the cold tiers for which it keeps more."""
 
     tier: str
     views: Sequence[CheckpointView]
     sizes: Mapping[CheckpointId, int]
     rules: Sequence[TierPolicy]
+    late: Sequence[Late] = ()
 
     @property
     def run(self) -> Run:
@@ -118,7 +129,7 @@ def full_in_s(runs: Sequence[RunInTier], free_bytes: float) -> float | None:
         pace = pace_of(run.views)
         if pace is None:
             return None
-        growths.append((run, pace, _growth_count(run.views, run.rules, pace) / MONTH_S))
+        growths.append((run, pace, _forever_per_s(run, pace)))
 
     def is_full(after_s: float) -> bool:
         grown = (_grown_bytes(run, pace, after_s, forever_per_s=rate) for run, pace, rate in growths)
@@ -135,13 +146,37 @@ def full_in_s(runs: Sequence[RunInTier], free_bytes: float) -> float | None:
     return full_s
 
 
+def lasting_per_s(run: RunInTier) -> float:
+    """How many checkpoints a second the tier keeps for good, or until an hour, a day or a week has passed: those must
+    be copied, whatever is newer. 0 before the run has shown its pace."""
+    pace = pace_of(run.views)
+    if pace is None:
+        return 0.0
+    by_time = max(
+        (1 / s for key, s in _PERIODS_S.items() if any(getattr(rule, key) for rule in run.rules)), default=0.0
+    )
+    return min(1 / pace.interval_s, _growth_count(run.views, run.rules, pace) / MONTH_S + by_time)
+
+
+def _forever_per_s(run: RunInTier, pace: CheckpointPace) -> float:
+    """Of what is kept for ever, how much comes each second. Late cold tiers wait for much the same."""
+    own = _growth_count(run.views, run.rules, pace)
+    more = ((_growth_count(run.views, [*run.rules, tier.rule], pace) - own) * tier.share for tier in run.late)
+    return (own + max(more, default=0.0)) / MONTH_S
+
+
 def _grown_bytes(run: RunInTier, pace: CheckpointPace, after_s: float, *, forever_per_s: float) -> float:
     """By how many bytes the tier has more of the run after `after_s`."""
     there, count = [view for view in run.views if run.tier in view.tiers], int(after_s / pace.interval_s)
-    last = max(1, *(rule.keep_last for rule in run.rules))
-    coming = _coming(run.views, run.rules, pace, count)
+    late = [each.rule if each.share else TierPolicy(keep_last=each.rule.keep_last) for each in run.late]
+    rules = [*run.rules, *late]
+    last = max(1, *(rule.keep_last for rule in rules))
+    coming = _coming(run.views, rules, pace, count)
     held = {view.id for view in there if any(kept_forever(view, rule) for rule in run.rules)}
-    for rule in map(_forgetting, run.rules):
+    for each in run.late:
+        lacking = (view for view in there if each.share and each.tier not in view.tiers)
+        held |= {view.id for view in lacking if kept_forever(view, each.rule)}
+    for rule in map(_forgetting, rules):
         held |= kept([*there, *coming], msgspec.structs.replace(rule, keep_last=0)).keys()
         if rule.keep_last > count:  # keep_last still keeps some that are there now
             held |= kept(there, msgspec.structs.replace(rule, keep_last=rule.keep_last - count)).keys()

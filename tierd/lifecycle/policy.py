@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, M
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
+from functools import cache
 from types import MappingProxyType
 
 from tierd.config.sections import LifecycleConfig, TierPolicy
@@ -70,15 +71,21 @@ def copies(
     return sorted(copied, key=urgency, reverse=True)
 
 
-def lasting(checkpoints: Iterable[CheckpointView], policy: TierPolicy) -> set[CheckpointId]:
+def lasting(
+    checkpoints: Iterable[CheckpointView], policy: TierPolicy, *, among: Iterable[CheckpointView] | None = None
+) -> set[CheckpointId]:
     """Of those that the policy keeps, the ones that newer checkpoints do not replace: kept for good, or kept although
-    there are `keep_last` newer ones. It may name others too, which the policy does not keep."""
-    lasting_ids: set[CheckpointId] = set()
-    for _, views in by_run(checkpoints):
-        healthy = sorted((view for view in views if view.healthy is not False), key=lambda view: view.id.recency)
-        lasting_ids |= {view.id for view in healthy[: -max(policy.keep_last, 1)]}
-        lasting_ids |= {view.id for view in views if kept_forever(view, policy)}
-    return lasting_ids
+    there are `keep_last` newer ones. It may name others too, which the policy does not keep. `among`: only of these."""
+    views = list(checkpoints)
+    newest: set[CheckpointId] = set()
+    for _, of_run in by_run(views):
+        healthy = sorted((view for view in of_run if view.healthy is not False), key=_recency)
+        newest |= {view.id for view in healthy[-max(policy.keep_last, 1) :]}
+    return {
+        view.id
+        for view in (views if among is None else among)
+        if kept_forever(view, policy) or (view.healthy is not False and view.id not in newest)
+    }
 
 
 def deletions(decisions: Iterable[Decision]) -> list[Decision]:
@@ -104,9 +111,28 @@ def explain(
     """
     decisions: list[Decision] = []
     for _, views in by_run(checkpoints):
-        run_policy = _RunPolicy(views, policy, cold=cold, hot_known=hot_known, own=own, copying=copying)
-        for view in sorted(views, key=lambda view: view.id.recency, reverse=True):
-            decisions += run_policy.decide(view)
+        decisions += explain_run(views, policy, cold=cold, hot_known=hot_known, own=own, copying=copying)
+    return decisions
+
+
+def explain_run(
+    views: Iterable[CheckpointView],
+    policy: LifecycleConfig,
+    *,
+    cold: Mapping[str, bool],
+    hot_known: bool,
+    own: Mapping[str, TierPolicy] = MappingProxyType({}),
+    copying: Mapping[str, Container[CheckpointId]] = MappingProxyType({}),
+    with_kept: bool = True,
+    only: CheckpointId | None = None,
+) -> list[Decision]:
+    """As `explain`, of one run. `with_kept`: also the replicas that stay, and why. `only`: of this checkpoint."""
+    decisions: list[Decision] = []
+    newest_first = sorted(views, key=_recency, reverse=True)
+    run_policy = _RunPolicy(newest_first, policy, cold=cold, hot_known=hot_known, own=own, copying=copying)
+    for view in newest_first:
+        if only in (None, view.id) and (with_kept or not run_policy.stays(view)):
+            decisions += run_policy.decide(view, with_kept=with_kept)
     return decisions
 
 
@@ -118,11 +144,32 @@ def by_run(checkpoints: Iterable[CheckpointView]) -> list[tuple[Run, list[Checkp
     return sorted(runs.items())
 
 
-def _newest_healthy(views: Iterable[CheckpointView]) -> set[CheckpointId]:
+def _recency(view: CheckpointView) -> tuple[int, int]:
+    return view.id.recency
+
+
+def _newest_healthy(newest_first: Iterable[CheckpointView]) -> set[CheckpointId]:
     """The newest that may be healthy, and the newest that was found healthy."""
-    healthy = [view for view in views if view.healthy is not False]
-    examined = [view for view in healthy if view.healthy]
-    return {max(some, key=lambda view: view.id.recency).id for some in (healthy, examined) if some}
+    newest: set[CheckpointId] = set()
+    for view in newest_first:
+        if view.healthy is not False and not newest:
+            newest.add(view.id)
+        if view.healthy:
+            return newest | {view.id}
+    return newest
+
+
+class _Selection:
+    """What a tier with this policy keeps of some checkpoints of one run, newest first. As `kept`, but what each
+    checkpoint alone decides is found out only for those that are asked for."""
+
+    def __init__(self, newest_first: list[CheckpointView], policy: TierPolicy) -> None:
+        self._policy = policy
+        self._beside_others = _kept_beside_others(newest_first, policy)
+
+    def reason(self, view: CheckpointView) -> str | None:
+        """Why it is kept; None if it is not. Only of these checkpoints."""
+        return kept_forever(view, self._policy) or self._beside_others.get(view.id)
 
 
 class _RunPolicy:
@@ -133,7 +180,7 @@ class _RunPolicy:
 
     def __init__(
         self,
-        views: list[CheckpointView],
+        newest_first: list[CheckpointView],
         policy: LifecycleConfig,
         *,
         cold: Mapping[str, bool],
@@ -142,26 +189,30 @@ class _RunPolicy:
         copying: Mapping[str, Container[CheckpointId]],
     ) -> None:
         self._cold = cold
+        self._tiers = (HOT, *cold)
         self._hot_known = hot_known
-        self._known = {HOT, *(name for name, is_known in cold.items() if is_known)}
+        self._copying = copying
+        self._known = frozenset({HOT, *(name for name, is_known in cold.items() if is_known)})
         policies = {HOT: policy.hot, **{name: own.get(name, policy.cold) for name in cold}}
-        present = [view for view in views if view.tiers & self._known and not view.foreign]
+        present = [view for view in newest_first if not (view.foreign or view.tiers.isdisjoint(self._known))]
         self._newest_healthy = _newest_healthy(present)
+        has_gone = any(view.gone for view in present)
         # What each tier should hold, of all checkpoints that exist.
         self._selects = {
-            tier: kept((view for view in present if not self._is_gone(view, tier)), rules)
+            tier: _Selection(
+                [view for view in present if not self._is_gone(view, tier)] if has_gone else present, rules
+            )
             for tier, rules in policies.items()
         }
-        for tier in cold:
-            for view in present:
-                if view.id in copying.get(tier, ()) and tier not in view.tiers and view.healthy is not False:
-                    self._selects[tier].setdefault(view.id, "it is being copied")
-        self._orphaned = {} if cold else kept(present, policy.cold)
+        self._orphaned = None if cold else _Selection(present, policy.cold)
         # A tier also keeps what its policy selects from its own contents alone. Otherwise a cold tier that lags would
         # delete its newest checkpoints because of newer ones that have not arrived there yet.
         self._own_keeps = {
-            tier: kept((view for view in present if tier in view.tiers), policies[tier]) for tier in self._known
+            tier: _Selection([view for view in present if tier in view.tiers], policies[tier]) for tier in self._known
         }
+
+    def _without_gone(self, views: list[CheckpointView], tier: str) -> list[CheckpointView]:
+        return [view for view in views if not self._is_gone(view, tier)]
 
     def _is_gone(self, view: CheckpointView, tier: str) -> bool:
         """Whether the tier has deleted it and does not get it again. It does if the reason came after the deletion: it
@@ -169,17 +220,31 @@ class _RunPolicy:
         is_needed = not view.is_part and (view.milestones or view.id in self._newest_healthy)
         return tier in view.gone and not is_needed
 
-    def decide(self, view: CheckpointView) -> Iterator[Decision]:
+    def _selected(self, view: CheckpointView, tier: str) -> str | None:
+        """Why the tier should hold it; None if it should not. Only of those that are present and not foreign."""
+        reason = None if view.gone and self._is_gone(view, tier) else self._selects[tier].reason(view)
+        if reason is None and tier not in view.tiers and view.healthy is not False:
+            reason = "it is being copied" if view.id in self._copying.get(tier, ()) else None
+        return reason
+
+    def stays(self, view: CheckpointView) -> bool:
+        """Whether each replica stays by the policy of its own tier, and none is to be copied: so it is of most. A
+        shorter way to what `decide` says."""
+        if view.foreign or HOT in view.tiers or not view.tiers <= self._known:
+            return False
+        return all(self._own_keeps[tier].reason(view) for tier in view.tiers)
+
+    def decide(self, view: CheckpointView, *, with_kept: bool) -> Iterator[Decision]:
+        here = view.tiers & self._known
         if view.foreign:
-            for tier in (HOT, *self._cold):
-                if tier in view.tiers & self._known:
+            for tier in self._tiers if with_kept else ():
+                if tier in here:
                     yield Decision(view.id, tier, Action.KEEP, f"foreign: {view.foreign}")
             return
-        remaining = set(view.tiers & self._known)
-        for tier in (HOT, *self._cold):
-            if tier not in view.tiers & self._known:
-                selected = self._selects[tier].get(view.id)
-                if tier != HOT and HOT in view.tiers and selected is not None:
+        remaining = set(here)
+        for tier in self._tiers:
+            if tier not in here:
+                if tier != HOT and HOT in view.tiers and (selected := self._selected(view, tier)) is not None:
                     if self._cold[tier]:
                         yield Decision(view.id, tier, Action.REPLICATE, selected)
                     else:
@@ -187,9 +252,9 @@ class _RunPolicy:
                 continue
             if view.is_part and tier != HOT:
                 remaining.discard(HOT)
-            reason = self._keeps_in(view, tier, remaining)
-            if reason:
-                yield Decision(view.id, tier, Action.KEEP, reason)
+            if reason := self._keeps_in(view, tier, remaining):
+                if with_kept:
+                    yield Decision(view.id, tier, Action.KEEP, reason)
                 continue
             remaining.discard(tier)
             if remaining:
@@ -200,21 +265,21 @@ class _RunPolicy:
 
     def _keeps_in(self, view: CheckpointView, tier: str, remaining: set[str]) -> str | None:
         """Why the replica in `tier` stays, or None. `remaining`: the tiers that still hold one, with `tier`."""
-        if view.id in self._own_keeps[tier]:
-            return self._own_keeps[tier][view.id]
+        if reason := self._own_keeps[tier].reason(view):
+            return reason
         if not self._hot_known:
             return "nothing is deleted while hot cannot be listed"
         if tier == HOT:
-            selecting = [name for name in self._cold if view.id in self._selects[name]]
+            selecting = {name: reason for name in self._cold if (reason := self._selected(view, name)) is not None}
             pending = [name for name in selecting if name not in view.tiers or not self._cold[name]]
             if pending:
-                return f"{self._selects[pending[0]][view.id]}; not yet known to be in {', '.join(pending)}"
-            if view.id in self._orphaned:
-                return f"{self._orphaned[view.id]}; there is no cold tier to hold it"
+                return f"{selecting[pending[0]]}; not yet known to be in {', '.join(pending)}"
+            if self._orphaned is not None and (reason := self._orphaned.reason(view)):
+                return f"{reason}; there is no cold tier to hold it"
         if remaining == {tier}:
-            for name, selects in self._selects.items():
-                if view.id in selects:
-                    return f"last replica of what {name} keeps: {selects[view.id]}"
+            for name in self._selects:
+                if (reason := self._selected(view, name)) is not None:
+                    return f"last replica of what {name} keeps: {reason}"
             unknown = [name for name, is_known in self._cold.items() if not is_known]
             # Hot still deletes: its disk is finite, and no policy keeps this one, whatever the unknown tier holds.
             if unknown and tier != HOT:
@@ -230,19 +295,24 @@ def kept(checkpoints: Iterable[CheckpointView], policy: TierPolicy) -> dict[Chec
 
     Whatever is kept of a set of checkpoints is also kept of each subset that contains it.
     """
-    newest_first = sorted(checkpoints, key=lambda view: view.id.recency, reverse=True)
+    newest_first = sorted(checkpoints, key=_recency, reverse=True)
+    reasons = _kept_beside_others(newest_first, policy)
+    # Of several reasons, the one that holds longest comes last and is reported.
+    return reasons | {view.id: reason for view in newest_first if (reason := kept_forever(view, policy))}
+
+
+def _kept_beside_others(newest_first: list[CheckpointView], policy: TierPolicy) -> dict[CheckpointId, str]:
+    """As `kept`, by the rules where the other checkpoints count, too."""
     healthy = [view for view in newest_first if view.healthy is not False]
     unhealthy = [view for view in newest_first if view.healthy is False]
     keep_last = max(policy.keep_last, 1)
     reasons = {view.id: "newest unhealthy, as evidence" for view in unhealthy[: policy.keep_unhealthy]}
-    reasons |= {view.id: "newest that was found healthy" for view in [view for view in healthy if view.healthy][:1]}
+    if (found_healthy := next((view.id for view in healthy if view.healthy), None)) is not None:
+        reasons[found_healthy] = "newest that was found healthy"
     reasons |= {view.id: f"last {keep_last}" for view in healthy[:keep_last]}
     if newest_first and not healthy:
         reasons.setdefault(newest_first[0].id, "newest, though none is healthy")
-    # Of several reasons, the one that holds longest comes last and is reported.
-    reasons |= _left_behind(healthy, policy) | _by_time(healthy, policy) | _best(healthy, policy)
-    reasons |= {view.id: reason for view in newest_first if (reason := kept_forever(view, policy))}
-    return reasons
+    return reasons | _left_behind(healthy, policy) | _by_time(healthy, policy) | _best(healthy, policy)
 
 
 def kept_forever(view: CheckpointView, policy: TierPolicy) -> str | None:
@@ -263,7 +333,8 @@ def _left_behind(healthy: list[CheckpointView], policy: TierPolicy) -> dict[Chec
     perhaps, must not push out what an older one reached. At most `keep_generations`, those with the highest steps."""
     newest: dict[int, CheckpointId] = {}
     for view in healthy:
-        newest.setdefault(view.id.generation, view.id)  # the newest comes first
+        if view.id.generation not in newest:  # the newest comes first
+            newest[view.id.generation] = view.id
     furthest = sorted((checkpoint.step for checkpoint in newest.values()), reverse=True)[: policy.keep_generations]
     reasons: dict[CheckpointId, str] = {}
     passed: int | None = None
@@ -317,6 +388,7 @@ def _best(healthy: list[CheckpointView], policy: TierPolicy) -> dict[CheckpointI
     }
 
 
+@cache
 def _ordinal(number: int) -> str:
     suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{suffix}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import msgspec
@@ -10,12 +11,11 @@ from msgspec import UNSET, UnsetType
 
 from tierd.catalog.catalog import Catalog
 from tierd.catalog.entry import Entry
-from tierd.catalog.selectable import selectable_replicas
+from tierd.catalog.selectable import candidate_of
 from tierd.format.health import Diagnosis
 from tierd.format.ids import HOT, MEMORY, CheckpointId, Run, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
-from tierd.lifecycle.selection import Candidate
 from tierd.status.node_reports import PartReport, part_report, sent_report
 from tierd.tiers.readable_tier import ReadableTier
 
@@ -55,6 +55,48 @@ class CheckpointReport(msgspec.Struct, kw_only=True):
     parts: dict[str, PartReport] | UnsetType = UNSET
 
 
+class CheckpointRows:
+    """The rows of a catalog, of one run or of all. `in_memory` and `health` as of `checkpoint_rows`. They can be made
+    some at a time: a checkpoint that is deleted meanwhile has none."""
+
+    def __init__(
+        self, catalog: Catalog, run: Run | None, in_memory: Iterable[Manifest], health: Mapping[CheckpointId, bool]
+    ) -> None:
+        self._catalog, self._health = catalog, health
+        self._held = {manifest.id: manifest for manifest in in_memory if run in (None, manifest.run)}
+        ids = [entry.id for entry in catalog.entries(run)]
+        ids += [checkpoint for checkpoint in self._held if catalog.get(checkpoint) is None]
+        self.ids = sorted(ids, key=lambda checkpoint: (checkpoint.run, -checkpoint.generation, -checkpoint.step))
+        """Newest first within a run, runs by name."""
+
+    def make(self, ids: Iterable[CheckpointId]) -> list[CheckpointRow]:
+        return [row for checkpoint in ids if (row := self._row(checkpoint)) is not None]
+
+    def _row(self, checkpoint: CheckpointId) -> CheckpointRow | None:
+        held, entry = self._held.get(checkpoint), self._catalog.get(checkpoint)
+        manifest = entry.manifest if entry is not None else held
+        if manifest is None:
+            return None
+        is_in_memory = held is not None and not isinstance(held, NodeFile)
+        is_healthy = self._health.get(checkpoint)
+        candidate = candidate_of(self._catalog, checkpoint, is_in_memory=is_in_memory, is_healthy=is_healthy)
+        if not candidate.tiers:  # a part, and no tier has it whole
+            diagnosed = entry.view.healthy if entry is not None else False if is_healthy is False else None
+            candidate = replace(candidate, is_healthy=diagnosed)
+        return CheckpointRow(
+            run=checkpoint.run,
+            step=checkpoint.step,
+            generation=checkpoint.generation,
+            tiers=list(candidate.tiers),
+            milestone=min(candidate.milestones, default=None),
+            healthy=candidate.is_healthy,
+            size_bytes=manifest.size_bytes,
+            created_at=manifest.created_at,
+            metrics=manifest.metrics,
+            parts=parts_of(self._catalog, checkpoint, held) or UNSET,
+        )
+
+
 def checkpoint_rows(
     catalog: Catalog,
     run: Run | None = None,
@@ -64,34 +106,8 @@ def checkpoint_rows(
 ) -> list[CheckpointRow]:
     """Newest first within a run, runs by name. `in_memory`: manifests, and node files of parts. `health`: of the
     checkpoints in memory."""
-    held = {manifest.id: manifest for manifest in in_memory if run in (None, manifest.run)}
-    whole = [checkpoint for checkpoint, manifest in held.items() if not isinstance(manifest, NodeFile)]
-    entries = {entry.id: entry for entry in catalog.entries(run)}
-    manifests = held | {checkpoint: entry.manifest for checkpoint, entry in entries.items()}
-    candidates = {
-        candidate.id: candidate
-        for candidate in selectable_replicas(catalog, run, in_memory=whole, health=health).candidates
-    }
-    parts = {checkpoint: parts_of(catalog, checkpoint, held.get(checkpoint)) for checkpoint in manifests}
-    for checkpoint in manifests.keys() - candidates.keys():  # a part, and no tier has it whole
-        entry = entries.get(checkpoint)
-        is_healthy = entry.healthy if entry is not None else False if health.get(checkpoint) is False else None
-        names = entry.all_milestones if entry is not None else frozenset[str]()
-        candidates[checkpoint] = Candidate(id=checkpoint, milestones=names, tiers=(), is_healthy=is_healthy)
-    rows = [
-        CheckpointRow(
-            **msgspec.to_builtins(candidate.id),
-            tiers=list(candidate.tiers),
-            milestone=min(candidate.milestones, default=None),
-            healthy=candidate.is_healthy,
-            size_bytes=manifests[candidate.id].size_bytes,
-            created_at=manifests[candidate.id].created_at,
-            metrics=manifests[candidate.id].metrics,
-            parts=parts[candidate.id] or UNSET,
-        )
-        for candidate in candidates.values()
-    ]
-    return sorted(rows, key=lambda row: (row.run, -row.generation, -row.step))
+    rows = CheckpointRows(catalog, run, in_memory, health)
+    return rows.make(rows.ids)
 
 
 def parts_of(catalog: Catalog, checkpoint: CheckpointId, in_memory: Manifest | None = None) -> dict[str, PartReport]:
@@ -100,9 +116,7 @@ def parts_of(catalog: Catalog, checkpoint: CheckpointId, in_memory: Manifest | N
     entry = catalog.get(checkpoint)
     if entry is not None and entry.part is not None:
         parts[HOT] = part_report(entry.part)
-    sent = catalog.sent(checkpoint.run)
-    names = [tier for tier in catalog.tiers if (tier, checkpoint) in sent]
-    return parts | {tier: sent_report(sent[tier, checkpoint]) for tier in names}
+    return parts | {tier: sent_report(sent) for tier, sent in catalog.sent_of(checkpoint).items()}
 
 
 async def read_diagnosis(entry: Entry, tiers: Mapping[str, ReadableTier]) -> Diagnosis | None:

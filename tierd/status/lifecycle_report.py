@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from tierd.catalog.catalog import Catalog
-from tierd.catalog.decisions import decisions, forecasts
+from tierd.catalog.decisions import decisions, forecasting
 from tierd.config.sections import Config
 from tierd.format.ids import CheckpointId, Run, checkpoint_id
 from tierd.lifecycle.forecast import Forecast
-from tierd.lifecycle.policy import Action
+from tierd.lifecycle.policy import Decision
 
 
 class PlannedAction(msgspec.Struct, kw_only=True):
@@ -32,20 +34,7 @@ class LifecycleReport(msgspec.Struct, kw_only=True):
     forecast: list[Forecast]
 
 
-def lifecycle_report(
-    catalog: Catalog, config: Config, run: Run | None = None, *, is_explained: bool = False
-) -> LifecycleReport:
-    """The planned actions and the forecast."""
-    return LifecycleReport(
-        planned=planned_actions(catalog, config, run, is_explained=is_explained),
-        forecast=[forecast for forecast in forecasts(catalog, config) if run in (None, forecast.run)],
-    )
-
-
-def planned_actions(
-    catalog: Catalog, config: Config, run: Run | None = None, *, is_explained: bool
-) -> list[PlannedAction]:
-    """What the lifecycle would do now. `is_explained`: also what it keeps, and why."""
+def planned_actions(decided: Iterable[Decision]) -> list[PlannedAction]:
     return [
         PlannedAction(
             **msgspec.to_builtins(decision.checkpoint),
@@ -53,6 +42,16 @@ def planned_actions(
             action=decision.action.value,
             reason=decision.reason,
         )
-        for decision in decisions(catalog, config)
-        if run in (None, decision.checkpoint.run) and (is_explained or decision.action is not Action.KEEP)
+        for decision in decided
     ]
+
+
+def lifecycle_report(
+    catalog: Catalog, config: Config, run: Run | None = None, *, is_explained: bool = False
+) -> LifecycleReport:
+    """What the lifecycle would do now; `is_explained`: also what it keeps, and why."""
+    decided = decisions(catalog, config, with_kept=is_explained)
+    return LifecycleReport(
+        planned=planned_actions(each for each in decided if run in (None, each.checkpoint.run)),
+        forecast=[each for each in forecasting(catalog, config)() if run in (None, each.run)],
+    )

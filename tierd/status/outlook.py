@@ -34,7 +34,9 @@ def _disk(tier: TierReport) -> Iterator[str]:
         yield f"{tier.name}: full at an unknown time, while not every run has two checkpoints that show its pace"
         return
     at = datetime.fromisoformat(tier.disk.full_at).strftime("%Y-%m-%d %H:%M")
-    yield f"{tier.name} FULL at {at} UTC, in {duration(tier.disk.full_in_s)}, at this pace; docs/RUNBOOK.md#disk-full"
+    late = f", with what waits for {' and '.join(tier.disk.waits_for)}" if tier.disk.waits_for else ""
+    when = f"{tier.name} FULL at {at} UTC, in {duration(tier.disk.full_in_s)}"
+    yield f"{when}, at this pace{late}; docs/RUNBOOK.md#disk-full"
 
 
 def _bandwidth(queue: QueueReport) -> Iterator[str]:

@@ -85,11 +85,13 @@ class RunReport(msgspec.Struct, kw_only=True):
 
 class DiskForecast(msgspec.Struct, kw_only=True):
     """Whether what the policy will keep fits on the disk, if the runs that go on keep their pace: "fits" for the next
-    six months, "full" by then, or "unknown" before a run has shown its pace. `full_at`: ISO 8601, in UTC."""
+    six months, "full" by then, or "unknown" before a run has shown its pace. `full_at`: ISO 8601, in UTC. `waits_for`:
+    the cold tiers that do not get all copies in time, so that hot keeps more until it is full."""
 
     verdict: Literal["fits", "full", "unknown"]
     full_at: str | None = None
     full_in_s: float | None = None
+    waits_for: list[str] = []
 
 
 class TierReport(msgspec.Struct, kw_only=True):
@@ -271,7 +273,7 @@ def run_report(catalog: Catalog, run: Run, now: datetime) -> RunReport:
             tier: newest_report(manifest.id, manifest.created_at, now) if manifest else None
             for tier, manifest in newest.items()
         },
-        unhealthy_steps=[entry.id.step for entry in reversed(catalog.entries(run)) if entry.healthy is False],
+        unhealthy_steps=[checkpoint.step for checkpoint in catalog.unhealthy(run)],
         nodes=nodes or UNSET,
     )
 
@@ -297,18 +299,20 @@ def tier_report(
     write_bytes_per_s: float | None = None,
     disk: DiskForecast | None = None,
 ) -> TierReport:
-    knowledge, manifests = catalog.tiers[name], catalog.manifests_in(name)
+    knowledge, entries = catalog.tiers[name], catalog.in_tier(name)
+    is_listed = bool(entries) or knowledge.is_known
+    parts = sum(isinstance(entry.held(name), NodeFile) for entry in entries.values())
     return TierReport(
         name=name,
         url=url,
         is_known=knowledge.is_known,
         error=knowledge.error or None,
-        checkpoints=len(manifests) if manifests or knowledge.is_known else None,
-        used_bytes=sum(manifest.size_bytes for manifest in manifests) if manifests or knowledge.is_known else None,
+        checkpoints=len(entries) if is_listed else None,
+        used_bytes=catalog.used_bytes(name) if is_listed else None,
         free_bytes=free_bytes,
         listed_age_s=listed_age_s,
         to_reap=to_reap,
-        parts=sum(isinstance(manifest, NodeFile) for manifest in manifests) or UNSET,
+        parts=parts or UNSET,
         is_on_hot_disk=is_on_hot_disk,
         write_bytes_per_s=None if write_bytes_per_s is None else round(write_bytes_per_s, 1),
         disk=disk,

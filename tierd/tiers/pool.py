@@ -148,9 +148,16 @@ async def _wait(call: asyncio.Task[Any], deadline_s: float) -> None:
     await asyncio.wait([call], timeout=None if is_endless else deadline_s - asyncio.get_running_loop().time())
 
 
-async def while_answered(work: Coroutine[Any, Any, T], answered_s: Callable[[], float], *, silence_s: float) -> T:
+async def while_answered(
+    work: Coroutine[Any, Any, T],
+    answered_s: Callable[[], float],
+    *,
+    silence_s: float,
+    on_silence: Callable[[], object] = lambda: None,
+) -> T:
     """The result of `work`, which makes any number of calls. Cancels it and raises TimeoutError when none was answered
-    for `silence_s`. `answered_s`: when the last one was, by the event loop's clock."""
+    for `silence_s`. `answered_s`: when the last one was, by the event loop's clock. `on_silence`: called before that,
+    because a call that has begun may end late."""
     loop = asyncio.get_running_loop()
     started_s = loop.time()
     task = asyncio.ensure_future(work)
@@ -158,6 +165,7 @@ async def while_answered(work: Coroutine[Any, Any, T], answered_s: Callable[[], 
         while not task.done():
             left_s = max(started_s, answered_s()) + silence_s - loop.time()
             if left_s <= 0:
+                on_silence()
                 raise TimeoutError
             await asyncio.wait([task], timeout=left_s)
         return task.result()

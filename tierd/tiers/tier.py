@@ -5,6 +5,7 @@ So a checkpoint is listed in a tier if and only if it is whole there, whenever a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from tierd.tiers.cache import Fingerprint, ManifestCache
 from tierd.tiers.deletion import Deletion
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.tiers.store import Store, StoredObject
-from tierd.tiers.tier_listing import Listing
+from tierd.tiers.tier_listing import OBJECTS_AT_ONCE, Listing
 
 MARKERS_AT_ONCE = 256  # read in one call; each has 64 KiB at most
 CLAIMS_KEPT = 16  # more than daemons that may claim at once, each from the same listing
@@ -33,9 +34,9 @@ class Tier(ReadableTier):
     """`cache`: manifests that were read here before; None: not cached. `deleting`: deletions by this process that have
     begun and not ended, or failed: a listing may lack these checkpoints. `verified`: markers whose signature was found
     to be right, and those where it was not, with the reason. `foreign`: manifests that the keyring has not signed, as
-    they were, with the reason; they are read again when they have changed. `claimed`: the generation of each
-    run whose claim was confirmed last; see `deferred_claim`. `deletes`: False where another program
-    deletes, with a credential that this one lacks: then no worker calls `delete`."""
+    they were, with the reason; they are read again when they have changed. `claimed`: the generation of each run whose
+    claim was confirmed last; see `deferred_claim`. `deletes`: False where another program deletes, with a credential
+    that this one lacks: then no worker calls `delete`."""
 
     store: Store
     cache: ManifestCache | None = None
@@ -52,10 +53,11 @@ class Tier(ReadableTier):
         return await self._listing_of(await self.store.list(prefix, until=until), is_whole=not prefix)
 
     async def _listing_of(self, objects: Iterable[StoredObject], *, is_whole: bool) -> Listing:
-        listing = Listing()
-        folders: dict[str, CheckpointId] = {}  # a folder has many files, and its name is parsed once
+        listing, folders = Listing(), dict[str, CheckpointId]()  # a folder has many files, and its name is parsed once
         newest_s: dict[CheckpointId, float] = {}
-        for stored in objects:
+        for count, stored in enumerate(objects, start=1):
+            if count % OBJECTS_AT_ONCE == 0:
+                await asyncio.sleep(0)  # other tasks go on
             folder, _, name = stored.key.rpartition("/")
             if folder not in folders:
                 parsed = layout.parse_key(stored.key)

@@ -8,6 +8,8 @@ from tierd.format import layout
 from tierd.format.ids import GENERATION_SEEN_MAX, CheckpointId, Generation, Run
 from tierd.tiers.cache import Fingerprint
 
+OBJECTS_AT_ONCE = 2048  # of a listing, without a pause: some milliseconds
+
 
 @dataclass(frozen=True, slots=True)
 class Listing:

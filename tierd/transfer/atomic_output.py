@@ -52,6 +52,11 @@ class AtomicOutput:
         return Path(f"/proc/self/fd/{self.descriptor}")
 
     @property
+    def is_begun(self) -> bool:
+        """Whether `partial` holds anything: at first, what an earlier attempt has left."""
+        return any(path.name != _MARK for path in self.folder.rglob("*") if path.is_file())
+
+    @property
     def taken_bytes(self) -> int:
         """The disk space that `partial` uses already."""
         return sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file())

@@ -40,11 +40,12 @@ Parents = Mapping[CheckpointId, CheckpointId | None]
 
 
 def overview_page(status: StatusReport, rows: Sequence[CheckpointRow], parents: Parents) -> str:
-    """All runs: what is wrong, what is safe where, what a loss would cost. Runs with trainers come first."""
-    runs = sorted(status.runs, key=lambda run: (not run.ranks_attached, run.run))[:RUNS_MAX]
+    """All runs: what is wrong, what is safe where, what a loss would cost. Runs with trainers come first. `rows`: at
+    least of those that are pictured."""
+    runs = _shown_runs(status)
     pictures = {
         run.run: timeline([row for row in rows if row.run == run.run], tier_names(status), parents)
-        for run in runs[:PICTURES_MAX]
+        for run in pictured(status)
     }
     costs = {
         "stall of a step at snapshot()": status.costs.stall,
@@ -64,6 +65,15 @@ def overview_page(status: StatusReport, rows: Sequence[CheckpointRow], parents: 
         outlook=outlook(status),
         title=title,
     )
+
+
+def _shown_runs(status: StatusReport) -> list[RunReport]:
+    return sorted(status.runs, key=lambda run: (not run.ranks_attached, run.run))[:RUNS_MAX]
+
+
+def pictured(status: StatusReport) -> list[RunReport]:
+    """The runs with a picture on the first page."""
+    return _shown_runs(status)[:PICTURES_MAX]
 
 
 def run_page(

@@ -153,7 +153,7 @@ class Announcements:
         then be committed as the whole checkpoint, although others are missing."""
         nodes = self._watch.nodes
         if not self._is_earlier_known:
-            newest = next(iter(self._context.catalog.entries(self._run)), None)
+            newest = self._context.catalog.newest_entry(self._run)
             self._earlier = newest.manifest if newest is not None and newest.manifest.world_size != nodes else None
             self._is_earlier_known = True
         if self._earlier is not None and tree.modified_ns / 1e9 < self._started_s:

@@ -59,7 +59,8 @@ async def inventory(context: DaemonContext, restorer: Restorer, run: Run, asked:
 
 def durable_parts(context: DaemonContext, run: Run, *, copy_lag_s: float | None, count: int = HELD_MAX) -> NodeParts:
     """The durable parts and copies of the run in hot, at most `count` of each."""
-    own = [(entry.part, entry.examined) for entry in context.catalog.entries(run) if entry.part is not None]
+    hot = context.catalog.in_tier(HOT)
+    own = [(part, hot[part.id].examined) for part in context.catalog.parts(run)]
     copies = context.part_copies.of_run(run) if context.part_copies is not None else []
     return NodeParts(
         parts=[_part(part, healthy) for part, healthy in own[:count]],

@@ -49,7 +49,7 @@ class Leftovers:
             return
         now_s = self._context.monotonic_s()
         self._to_copy = set(pending(self._catalog, self._context.config, self._cold.name))
-        self._local_runs = {manifest.id.run for manifest in self._catalog.manifests_in(self._context.hot.name)}
+        self._local_runs = {checkpoint.run for checkpoint in self._catalog.in_tier(self._context.hot.name)}
         if not self._to_check:
             self._retentions.forget_due(now_s=now_s)
             self._to_check = [*self._catalog.tiers[self._cold.name].partial] if self._cold.deletes else []
@@ -106,7 +106,7 @@ class Leftovers:
         """Over several nodes, this writes a tombstone now and deletes the files a day later: the last part may arrive
         at this moment, and then another node commits."""
         keys = await uncommitted_files(self._cold, checkpoint, written_before_s=written_before_s)
-        has_part_here = any(entry.part is not None for entry in self._catalog.entries(checkpoint.run))
+        has_part_here = bool(self._catalog.parts(checkpoint.run))
         if keys and (has_part_here or layout.node_files(key.rpartition("/")[2] for key in keys)):
             await self._cold.bury(checkpoint)
         await clear_uncommitted(self._cold, checkpoint, written_before_s=written_before_s)

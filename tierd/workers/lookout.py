@@ -2,7 +2,8 @@
 
 A listing costs a request per 1000 keys, so a tier is listed every ten minutes; until then nobody would know that its
 server is down or that somebody emptied it. A look is one HEAD. It decides nothing: the listing that follows finds the
-tier unreachable or the checkpoints lost or damaged, as always.
+tier unreachable or the checkpoints lost or damaged, as always. Only where the tier answers nothing at all, the look
+itself notes it as not known: a listing finds that after several timeouts of a request.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from tierd.context import DaemonContext
 from tierd.errors import TierdError
 from tierd.format import layout
 from tierd.format.manifest import Manifest
+from tierd.tiers.pool import while_answered
 from tierd.tiers.tier import Tier
+
+SILENCE_SHARE = 3  # one of so many parts of a request's timeout without any answer is silence; 20 s by default
 
 
 class Lookout:
@@ -27,11 +31,13 @@ class Lookout:
         self._tier = tier
         self._turn = 0
         self._doubted: set[str] = set()  # keys that a look has not found, or not read; the tier was listed since
+        self._silence = ""  # what the last look without an answer has noted
 
     async def run_once(self) -> bool:
         catalog, name = self._context.catalog, self._tier.name
         if not catalog.tiers[name].is_known:
-            self._doubted.clear()  # the look was right
+            if catalog.tiers[name].error != self._silence:  # else no listing has ended since
+                self._doubted.clear()  # the look was right
             return True  # the lister tries again by itself
         newest = [manifest for run in catalog.runs() if (manifest := catalog.newest(run, name)) is not None]
         folders = tuple(layout.checkpoint_prefix(manifest.id) for manifest in newest)
@@ -40,16 +46,28 @@ class Lookout:
             return True
         key = self._key(newest[self._turn % len(newest)], self._turn // len(newest))
         self._turn += 1
-        try:
-            await self._tier.store.stored_checksum(key)
-        except TierdError:
-            # A server that lists what it does not find, or that refuses a HEAD, is not listed each time.
+        store, silence_s = self._tier.store, self._context.config.limits.request_timeout_s / SILENCE_SHARE
+
+        def note_silence() -> None:
             if key not in self._doubted:
-                self._doubted.add(key)
-                self._context.notify.relist(name)
+                self._silence = f"look at {key} in {store.url}: no valid answer for {silence_s:.3g} s"
+                catalog.listing_failed(name, self._silence)
+            self._doubt(key)
+
+        look = store.stored_checksum(key)
+        try:
+            await while_answered(look, lambda: store.answered_s, silence_s=silence_s, on_silence=note_silence)
+        except (TierdError, TimeoutError):
+            self._doubt(key)
         else:
             self._doubted.discard(key)
         return True
+
+    def _doubt(self, key: str) -> None:
+        """A server that lists what it does not find, or that refuses a HEAD, is not listed each time."""
+        if key not in self._doubted:
+            self._doubted.add(key)
+            self._context.notify.relist(self._tier.name)
 
     def _key(self, manifest: Manifest, turn: int) -> str:
         key = layout.manifest_key(manifest.id)

@@ -16,7 +16,7 @@ from datetime import timedelta
 from tierd.context import DaemonContext, Partner
 from tierd.errors import Corrupt, Full, NotFound, TierdError
 from tierd.format import layout, wire
-from tierd.format.ids import HOT, CheckpointId, Run
+from tierd.format.ids import CheckpointId, Run
 from tierd.format.node_file import NodeFile, ranks_text
 from tierd.lifecycle.everywhere import needed_parts
 from tierd.tiers.part_copies import PartCopies
@@ -117,7 +117,7 @@ class PartCopier:
     def _uncopied(self, run: Run, partner: Partner) -> list[NodeFile]:
         """This node's parts of the newest checkpoints without a copy of the partner's, newest first. Where the partner
         is slower, also older ones than COPIED_MAX, until it has one of which there is a copy."""
-        parts = [entry.part for entry in self._context.catalog.entries(run) if entry.part is not None]
+        parts = self._context.catalog.parts(run)
         own = [part for part in parts if part.generation == partner.generation]
         uncopied: list[NodeFile] = []
         has_newer = False
@@ -204,15 +204,10 @@ class PartCopier:
     def _needed(self, run: Run, *, is_full: bool) -> set[CheckpointId]:
         """The copies that a restart may need: those of the checkpoints whose parts it may need."""
         catalog = self._context.catalog
-        in_cold = (
-            entry.id
-            for entry in catalog.entries(run)
-            if entry.healthy is not False and any(tier != HOT and catalog.tiers[tier].is_known for tier in entry.tiers)
-        )
         return needed_parts(
             list(self._copies.sizes(run)),
             everywhere=catalog.everywhere.get(run),
-            newest_in_cold=max(in_cold, key=lambda checkpoint: checkpoint.recency, default=None),
+            newest_in_cold=catalog.newest_in_cold(run),
             is_full=is_full,
         )
 

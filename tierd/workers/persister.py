@@ -132,7 +132,7 @@ class Persister:
             is_same = all(file in committed.files for file in files)
         if not is_same:
             raise self._hot.conflict(snapshot_set.id)
-        self._catalog.claims.written_here.add(snapshot_set.id)
+        self._catalog.claims.wrote(snapshot_set.id)
 
     def _send_persisted(self, snapshot_set: SnapshotSet) -> None:
         """Tell the trainers which tiers have it. A resent snapshot may be in cold tiers already, or only there."""

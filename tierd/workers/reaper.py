@@ -235,7 +235,7 @@ class Reaper:
     def _plan(self) -> list[Decision]:
         """The lifecycle's deletions that are this daemon's. Also notes which cold tiers should get what is in hot, to
         tell later which of them did not."""
-        decided = decisions(self._catalog, self._context.config)
+        decided = decisions(self._catalog, self._context.config, with_kept=False)
         for decision in decided:
             if decision.action in (Action.REPLICATE, Action.WAIT):
                 self._selected.setdefault(decision.checkpoint, set()).add(decision.tier)

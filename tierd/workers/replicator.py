@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from tierd.catalog.decisions import pending
-from tierd.catalog.entry import NOT_LISTED_YET, Entry
+from tierd.catalog.entry import NOT_LISTED_YET, Entry, recency
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Foreign, Full, NotFound, TierdError, Transient
 from tierd.failpoints import failpoint
@@ -201,9 +201,12 @@ class Replicator:
         begun = knowledge.partial.keys() - knowledge.gone
         with suppress(TierdError):
             begun |= {parsed for key in await self._cold.store.unfinished() if (parsed := layout.parse_key(key))}
-        in_hot = {manifest.id for manifest in self._catalog.manifests_in(self._hot.name)}
-        in_cold = {manifest.id for manifest in self._catalog.manifests_in(self._cold.name)}
-        if checkpoint := max((begun & in_hot) - in_cold, key=lambda checkpoint: checkpoint.recency, default=None):
+        begun &= self._catalog.in_tier(self._hot.name).keys()
+        if checkpoint := max(
+            begun - self._catalog.in_tier(self._cold.name).keys(),
+            key=lambda checkpoint: checkpoint.recency,
+            default=None,
+        ):
             self._copy = Copy(checkpoint, self._context.monotonic_s() - FORMER_COPY_S, sent_max=1)
         self._catalog.set_copying(self._cold.name, checkpoint)
 
@@ -286,9 +289,9 @@ class Replicator:
         """Copy the markers that this tier's replicas lack: a marker in one tier holds in all. One that cannot be
         written, because a foreign one has its name, is reported once and does not delay the others. False after another
         error: the next pass tries again, that one last."""
-        for entry in sorted(self._catalog.entries(), key=lambda entry: entry.id in self._unmarked):
-            if not self._lacks_marker(entry):
-                continue
+        lacking = [entry for entry in self._catalog.in_tier(self._cold.name).values() if self._lacks_marker(entry)]
+        lacking.sort(key=recency, reverse=True)
+        for entry in sorted(lacking, key=lambda entry: entry.id in self._unmarked):
             async with self._context.lock(entry.id):  # no marker is written after a deletion
                 if not self._lacks_marker(entry):
                     continue
@@ -303,17 +306,19 @@ class Replicator:
                     self._unmarked.add(entry.id)
                     self._context.incidents.record(self.name, error, entry.id)
                     return False  # the tier may be down: then the copies fail too
-        self._unmarked &= {entry.id for entry in self._catalog.entries()}
+        self._unmarked = {checkpoint for checkpoint in self._unmarked if self._catalog.get(checkpoint) is not None}
         return True
 
     def _lacks_marker(self, entry: Entry) -> bool:
         name = self._cold.name
         if name not in entry.tiers:
             return False  # also when the replica was deleted: the catalog has taken the tier out of the entry
-        return bool(entry.counted_marks - entry.milestones.get(name, frozenset())) or self._lacks_diagnosis(entry)
+        has_marks = any(entry.milestones.values())  # most have none
+        is_unmarked = has_marks and bool(entry.counted_marks - entry.milestones.get(name, frozenset()))
+        return is_unmarked or self._lacks_diagnosis(entry)
 
     def _lacks_diagnosis(self, entry: Entry) -> bool:
-        return entry.healthy is not None and self._cold.name not in entry.diagnoses
+        return self._cold.name not in entry.diagnoses and entry.healthy is not None
 
     async def _copy_markers(self, entry: Entry) -> None:
         name = self._cold.name

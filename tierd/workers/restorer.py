@@ -270,7 +270,8 @@ class Restorer:
 
     def newest(self, run: Run) -> CheckpointId | None:
         """The newest checkpoint of a run in any tier, whether it can be read or not."""
-        found = [entry.id for entry in self._catalog.entries(run)]
+        newest = self._catalog.newest_entry(run)
+        found = [newest.id] if newest is not None else []
         found += [snapshot_set.id for snapshot_set in self._memory.complete(run)]
         found += [checkpoint for _, checkpoint in self._catalog.unreadable() if checkpoint.run == run]
         return max(found, key=lambda checkpoint: checkpoint.recency, default=None)

@@ -48,10 +48,10 @@ class RunExpirer:
     def _empty_runs(self) -> list[Run]:
         """The runs of which nothing but generations is known."""
         used = {checkpoint.run for _, checkpoint in self._catalog.unreadable()} | set(self._context.memory.runs())
-        used |= {entry.id.run for entry in self._catalog.entries()}
         for knowledge in self._catalog.tiers.values():
             used |= {checkpoint.run for checkpoint in (*knowledge.partial, *knowledge.missing)}
-        return [run for run in self._catalog.runs() if run not in used]
+        unused = (run for run in self._catalog.runs() if run not in used)
+        return [run for run in unused if self._catalog.newest_entry(run) is None]
 
     async def _old_claims(self, tier: Tier, run: Run) -> list[str] | None:
         """The keys of the run's claims, the highest last. None: it has other files, or a claim that may be in use."""

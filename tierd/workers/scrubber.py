@@ -68,7 +68,7 @@ class Scrubber:
     def _due(self) -> CheckpointId | None:
         since_s = self._now_s() - self._round_started_s
         if not self._remaining and since_s >= self._config.interval_s:
-            self._remaining = [manifest.id for manifest in self._catalog.manifests_in(self._tier.name)]
+            self._remaining = [*self._catalog.in_tier(self._tier.name)]
             if not self._remaining:
                 return None
             random.shuffle(self._remaining)
