@@ -1,0 +1,175 @@
+"""Several daemons copy different files of one run and name into one cold tier, in every order, and are killed.
+
+Nothing that a daemon knows to be in cold is lost, and no reader gets the bytes of two files as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.config import make_config
+from tests.support.rooms import RUN, Rooms
+from tests.support.simulation.loop import OWNER, Process, SimulatedLoop
+from tierd.config.sections import ColdConfig
+from tierd.format.sidecar import Segment, branches, parse_segment, segment_prefix
+from tierd.tiers.tier import Tier
+from tierd.transfer.sidecar_output import verified_segments
+from tierd.workers.sidecar_follower import COPY_S, POLL_S, SidecarFollower
+
+NAME = "log.jsonl"
+BUSY_S, QUIET_S = 60.0, 240.0
+
+
+class Node:
+    """A machine with a program that appends to its file, and a daemon. `known`: how much of the file the daemon has
+    found in all tiers, in a listing that is later than its last write."""
+
+    def __init__(self, world: World, number: int, beginning: bytes) -> None:
+        self.world, self.number = world, number
+        self.root = world.root / f"node-{number}"
+        self.file = self.root / "out" / NAME
+        self.file.parent.mkdir(parents=True)
+        self.file.write_bytes(beginning)
+        self.known = 0
+        self.is_lost = False
+        self.start()
+
+    def start(self) -> None:
+        self.process = Process(f"daemon-{self.number}")
+        context = contextvars.copy_context()
+        context.run(OWNER.set, self.process)
+        cold = (ColdConfig(name="cold", url=f"file://{self.world.root / 'cold'}"),)
+        config = make_config(self.root, cold=cold)
+        sidecars = msgspec.structs.replace(config.sidecars, path=str(self.file.parent), run=RUN, keep=[NAME])
+        self.rooms = Rooms(msgspec.structs.replace(config, sidecars=sidecars), monotonic_s=self.world.loop.time)
+        rng = random.Random(self.world.loop.random.random())
+        context.run(self.world.loop.create_task, self._follow(SidecarFollower(self.rooms.context, rng=rng)))
+
+    def kill(self) -> None:
+        self.process.is_alive = False
+
+    async def _follow(self, worker: SidecarFollower) -> None:
+        await asyncio.sleep(self.world.loop.random.uniform(0.0, POLL_S))
+        while True:
+            size_bytes = self.file.stat().st_size
+            await worker.run_once()
+            followed = worker._files.get(NAME)
+            if followed is not None and followed.changed_s is None and followed.is_confirmed:
+                self.known = max(self.known, min(followed.size_bytes, size_bytes))
+            await asyncio.sleep(POLL_S)
+
+    async def write(self) -> None:
+        rng, step = self.world.loop.random, 0
+        while self.world.loop.time() < BUSY_S and not self.is_lost:
+            await asyncio.sleep(rng.expovariate(1 / 4.0))
+            step += 1
+            with self.file.open("ab") as file:
+                file.write(b"node %d step %d %s\n" % (self.number, step, b"x" * rng.choice((0, 5, 200))))
+
+
+class World:
+    def __init__(self, root: Path, seed: int, *, nodes: int, beginning: bytes) -> None:
+        self.root = root
+        self.loop = SimulatedLoop(seed)
+        slow_s = self.loop.random.choice((0.02, 1.0, 4.0))
+        self.loop.latency_s = lambda name: (self.loop.random.uniform(0.0, slow_s), self.loop.random.uniform(0.0, 0.1))
+        (root / "cold").mkdir()
+        asyncio._set_running_loop(self.loop)
+        try:
+            self.nodes = [Node(self, number, beginning) for number in range(nodes)]
+        finally:
+            asyncio._set_running_loop(None)
+
+    def run(self, story: Callable[[World], Awaitable[None]]) -> None:
+        self.loop.run_until_complete(self._run(story))
+        assert self.loop.errors == []
+
+    async def _run(self, story: Callable[[World], Awaitable[None]]) -> None:
+        await asyncio.gather(story(self), *(node.write() for node in self.nodes))
+        await asyncio.sleep(QUIET_S)
+
+    @property
+    def cold(self) -> Tier:
+        return self.nodes[0].rooms.cold["cold"]
+
+    def in_cold(self) -> list[bytes]:
+        """What a reader can get, of each version."""
+        found: list[bytes] = []
+
+        async def read() -> None:
+            keys = [each.key for each in await self.cold.store.list(segment_prefix(RUN))]
+            versions: dict[int, list[Segment]] = {}
+            for segment in filter(None, map(parse_segment, keys)):
+                versions.setdefault(segment.version, []).append(segment)
+            for path in [path for segments in versions.values() for path in branches(segments)]:
+                content = b"".join([piece async for _, _, piece in verified_segments(self.cold, path)])
+                found.append(content)
+
+        self.loop.run_until_complete(read())
+        return found
+
+
+def check(world: World) -> None:
+    """All of the files of the nodes that are left, what is known of the others, and nothing else."""
+    stored, files = world.in_cold(), [node.file.read_bytes() for node in world.nodes]
+    for node, content in zip(world.nodes, files, strict=True):
+        must = content[: node.known] if node.is_lost else content
+        assert any(each.startswith(must) for each in stored), f"node {node.number}: {len(must)} bytes are lost"
+    for each in stored:
+        assert any(content.startswith(each) for content in files), "a mix of two files"
+
+
+async def _nothing(world: World) -> None: ...
+
+
+async def _kills(world: World) -> None:
+    rng = world.loop.random
+    while world.loop.time() < BUSY_S:
+        await asyncio.sleep(rng.expovariate(1 / 8.0))
+        node = rng.choice(world.nodes)
+        node.kill()
+        await asyncio.sleep(rng.uniform(0.0, COPY_S))
+        node.start()
+
+
+async def _a_node_is_lost(world: World) -> None:
+    await asyncio.sleep(world.loop.random.uniform(0.0, BUSY_S))
+    world.nodes[0].kill()
+    world.nodes[0].is_lost = True
+
+
+@pytest.fixture
+def worlds(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(seed: int, **options: Any) -> World:
+        (tmp_path / f"{seed}").mkdir()
+        made.append(World(tmp_path / f"{seed}", seed, **options))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.loop.unwind()
+
+
+SEEDS = 12
+
+
+@pytest.mark.parametrize("story", [_nothing, _kills, _a_node_is_lost])
+@pytest.mark.parametrize("beginning", [b"", b"line of both\n" * 20])
+def test_files_of_one_name_are_all_in_cold(
+    worlds: Callable[..., World], story: Callable[[World], Awaitable[None]], beginning: bytes
+) -> None:
+    """`beginning`: of all files, as on a machine to which a run has moved while the first daemon still sends."""
+    for seed in range(SEEDS):
+        world = worlds(seed, nodes=2 + seed % 2, beginning=beginning)
+        world.run(story)
+        check(world)
