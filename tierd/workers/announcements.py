@@ -33,6 +33,8 @@ from tierd.workers.watch_claim import TIMEOUT_S, WatchClaim
 log = logging.getLogger("tierd")
 
 SPREAD = 6  # times quiet_s: between the last writes of two nodes of one save
+NOTICED = 3  # times quiet_s: within so long after the last write of a save, node 0 announces it
+SAME_S = 1.0  # clocks that agree differ by less, and no step is saved twice within it
 LOOK_MIN_S, LOOK_MAX_S = 1.0, 60.0  # how often a node looks for the head of one step
 LOOKED_AT = 32  # steps, those that were written last
 GENERATIONS_TRIED = 8  # at once, for a new save of a step
@@ -116,14 +118,16 @@ class Announcements:
         if self._is_last_on_node_0:
             # The last file of all is on node 0, and what is here shows nothing by itself.
             must = f"the clocks of the nodes must agree within {quiet_s:g} s, quiet_s"
-            return other + must if later_s > quiet_s else ""
-        if abs(later_s) > spread_s:
+            is_other, is_same = later_s > quiet_s, later_s <= SAME_S
+        else:
             must = f"the clocks of the nodes must agree, and a save end on all within {spread_s:g} s, 6 times quiet_s"
+            is_other, is_same = abs(later_s) > spread_s, abs(later_s) <= SAME_S
+        if is_other:
             return other + must
         # Of another save, the other node has its files within this time, and node 0 announces it.
-        is_sure = self._context.now().timestamp() >= max(here_s, there_s) + spread_s
-        if abs(later_s) > quiet_s and not is_sure:
-            return f"{how}: it is adopted if node 0 announces no other save of step {announced.step} for {spread_s:g} s"
+        until_s = spread_s if abs(later_s) > quiet_s else NOTICED * quiet_s
+        if not is_same and self._context.now().timestamp() < max(here_s, there_s) + until_s:
+            return f"{how}: it is adopted if node 0 announces no other save of step {announced.step} for {until_s:g} s"
         return ""
 
     # ── node 0 ──
@@ -135,6 +139,8 @@ class Announcements:
             standing = await self._claim.standing(least=least)
             if standing.holder:
                 return f"{standing.holder} is node 0 of {run} since generation {standing.generation}"
+            if (former := await self._announced_before(step, tree, standing.generation, least)) is not None:
+                return former
             checkpoint = adopted_id(context.catalog, run, step, standing.generation, is_lenient=True)
             announced = await self._announced(checkpoint, tree)
             if announced is not None:
@@ -159,6 +165,34 @@ class Announcements:
                 f"{self._former.id} is of {self._former.world_size}, so {nodes} nodes may not have all of it",
                 hint="later saves are adopted; this one is not",
             )
+
+    async def _announced_before(self, step: int, tree: SourceTree, generation: int, least: int) -> Announced | None:
+        """What a former node 0, on another host or of another start of the run, has said about this save: the other
+        nodes may have adopted their parts already, and would adopt none for a second head of it."""
+        found = [
+            announced
+            for tier in self._context.cold.values()
+            if (announced := await self._find_before(tier, step, tree, generation, least)) is not None
+        ]
+        return max(found, key=lambda announced: announced.generation, default=None)
+
+    async def _find_before(
+        self, tier: Tier, step: int, tree: SourceTree, generation: int, least: int
+    ) -> Announced | None:
+        """None also where the tier does not answer: then the save is announced anew."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                listing = await tier.listing(layout.step_prefix(self._run, step))
+                for checkpoint in sorted(listing.files, key=lambda each: each.generation, reverse=True):
+                    is_former = least <= checkpoint.generation < generation and checkpoint not in listing.gone
+                    if not is_former or layout.HEAD not in listing.files[checkpoint]:
+                        continue
+                    announced = await self._read(tier, checkpoint)
+                    if (announced.created_at, announced.world_size) == (created_at(tree), self._watch.nodes):
+                        return announced
+        except (TierdError, TimeoutError) as error:
+            log.warning("look for step %d of %s in %s: %s", step, self._run, tier.name, str(error) or "no answer")
+        return None
 
     async def _announced(self, checkpoint: CheckpointId, tree: SourceTree) -> Announced | None:
         """What the cold tiers say about the checkpoint. It is written where it is missing; one is enough. None if they
