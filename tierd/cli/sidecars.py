@@ -32,7 +32,8 @@ _TRIES = 3  # a daemon may merge segments while they are read
 class SidecarVersion(msgspec.Struct, kw_only=True):
     """One version of a file. `phase`: the milestone of the phase that it belongs to; empty: to all of the run.
     `size_bytes`: how much of it each tier has. `is_written`: it was written now; None: it was only listed. `others`:
-    the names of other files with this name and version, which were written beside it."""
+    the names of other files with this name and version, which were written beside it. `of_versions`: how many were
+    found of this file."""
 
     run: str
     phase: str
@@ -41,6 +42,7 @@ class SidecarVersion(msgspec.Struct, kw_only=True):
     size_bytes: dict[str, int]
     is_written: bool | None = None
     others: list[str] = []
+    of_versions: int = 1
 
 
 async def sidecars(
@@ -98,6 +100,7 @@ async def write_newest(tiers: OpenedTiers, stored: Stored, into: Path, access: A
     for key in sorted(key for key in stored if newest[key[:3]] == key[3]):
         report = _report(key, stored[key])
         report.is_written, digests = await _write(tiers, key, stored[key], into / key[2], access)
+        report.of_versions = sum(other[:3] == key[:3] for other in stored)
         report.others = await _write_others(tiers, key, stored[key], digests, into, access)
         written.append(report)
     return written
@@ -227,7 +230,8 @@ def written_lines(written: list[SidecarVersion], into: Path) -> list[str]:
     """What `write_newest` has done, in words."""
     lines: list[str] = []
     for each in written:
-        about = f"version {each.version}, {size(max(each.size_bytes.values()))}"
+        newest = f", the newest of {each.of_versions}" if each.of_versions > 1 else ""
+        about = f"version {each.version}{newest}, {size(max(each.size_bytes.values()))}"
         what = "written" if each.is_written else "is there already"
         lines.append(f"{into / each.file}: {what} ({about})")
         lines += [f"{into / name}: another file of this name in version {each.version}" for name in each.others]
