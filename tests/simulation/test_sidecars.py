@@ -21,6 +21,7 @@ from tests.support.simulation.loop import OWNER, Process, SimulatedLoop
 from tierd.config.sections import ColdConfig
 from tierd.format.sidecar import Segment, branches, parse_segment, segment_prefix
 from tierd.tiers.tier import Tier
+from tierd.transfer.sidecar_copy import state_key
 from tierd.transfer.sidecar_output import verified_segments
 from tierd.workers.sidecar_follower import COPY_S, POLL_S, SidecarFollower
 
@@ -30,7 +31,8 @@ BUSY_S, QUIET_S = 60.0, 240.0
 
 class Node:
     """A machine with a program that appends to its file, and a daemon. `known`: how much of the file the daemon has
-    found in all tiers, in a listing that is later than its last write."""
+    found in all tiers, in a listing that is later than its last write. `former`: (content, known) of the files that the
+    program has replaced."""
 
     def __init__(self, world: World, number: int, beginning: bytes) -> None:
         self.world, self.number = world, number
@@ -39,6 +41,7 @@ class Node:
         self.file.parent.mkdir(parents=True)
         self.file.write_bytes(beginning)
         self.known = 0
+        self.former: list[tuple[bytes, int]] = []
         self.is_lost = False
         self.start()
 
@@ -59,12 +62,19 @@ class Node:
     async def _follow(self, worker: SidecarFollower) -> None:
         await asyncio.sleep(self.world.loop.random.uniform(0.0, POLL_S))
         while True:
-            size_bytes = self.file.stat().st_size
             await worker.run_once()
-            followed = worker._files.get(NAME)
-            if followed is not None and followed.changed_s is None and followed.is_confirmed:
-                self.known = max(self.known, min(followed.size_bytes, size_bytes))
+            followed, about = worker._files.get(NAME), self.file.stat()
+            if followed is not None and followed.is_confirmed and followed.key == state_key(about):
+                self.known = about.st_size
             await asyncio.sleep(POLL_S)
+
+    def replace(self) -> None:
+        """The program begins its file anew, as one that rotates it."""
+        self.former.append((self.file.read_bytes(), self.known))
+        new = self.file.with_name("new")
+        new.write_bytes(b"begin %d of node %d\n" % (len(self.former), self.number))
+        new.rename(self.file)
+        self.known = 0
 
     async def write(self) -> None:
         rng, step = self.world.loop.random, 0
@@ -119,10 +129,15 @@ class World:
 
 def check(world: World) -> None:
     """All of the files of the nodes that are left, what is known of the others, and nothing else."""
-    stored, files = world.in_cold(), [node.file.read_bytes() for node in world.nodes]
-    for node, content in zip(world.nodes, files, strict=True):
-        must = content[: node.known] if node.is_lost else content
-        assert any(each.startswith(must) for each in stored), f"node {node.number}: {len(must)} bytes are lost"
+    stored = world.in_cold()
+    files: list[bytes] = []
+    for node in world.nodes:
+        content = node.file.read_bytes()
+        present = content, node.known if node.is_lost else len(content)
+        for content, known in [*node.former, present]:
+            files.append(content)
+            is_there = any(each.startswith(content[:known]) for each in stored)
+            assert is_there, f"node {node.number}: {known} bytes are lost"
     for each in stored:
         assert any(content.startswith(each) for content in files), "a mix of two files"
 
@@ -146,6 +161,17 @@ async def _a_node_is_lost(world: World) -> None:
     world.nodes[0].is_lost = True
 
 
+async def _files_are_replaced(world: World) -> None:
+    rng = world.loop.random
+    while world.loop.time() < BUSY_S:
+        await asyncio.sleep(rng.expovariate(1 / 15.0))
+        rng.choice(world.nodes).replace()
+
+
+async def _all(world: World) -> None:
+    await asyncio.gather(_kills(world), _files_are_replaced(world))
+
+
 @pytest.fixture
 def worlds(tmp_path: Path) -> Iterator[Callable[..., World]]:
     made: list[World] = []
@@ -163,7 +189,7 @@ def worlds(tmp_path: Path) -> Iterator[Callable[..., World]]:
 SEEDS = 12
 
 
-@pytest.mark.parametrize("story", [_nothing, _kills, _a_node_is_lost])
+@pytest.mark.parametrize("story", [_nothing, _kills, _a_node_is_lost, _files_are_replaced, _all])
 @pytest.mark.parametrize("beginning", [b"", b"line of both\n" * 20])
 def test_files_of_one_name_are_all_in_cold(
     worlds: Callable[..., World], story: Callable[[World], Awaitable[None]], beginning: bytes

@@ -330,8 +330,9 @@ class SidecarFollower:
             for name, each in self._files.items()
         }
         self._problems |= await self._former.complete(stored, followed)
-        if all(followed.values()):
-            self._compared, self._compared_s = frozenset(stored), self._context.monotonic_s()
+        # What had to wait is looked at when a file is copied next.
+        self._compared = frozenset(stored) if all(followed.values()) else frozenset()
+        self._compared_s = self._context.monotonic_s()
 
     def _differs_for_long(self, followed: _Followed) -> bool:
         """Whether the file has not begun with its stored content for long enough."""
