@@ -110,35 +110,40 @@ class World:
     def cold(self) -> Tier:
         return self.nodes[0].rooms.cold["cold"]
 
-    def in_cold(self) -> list[bytes]:
-        """What a reader can get, of each version."""
-        found: list[bytes] = []
+    def in_cold(self) -> list[list[bytes]]:
+        """What a reader can get of each version, the longest first."""
+        found: list[list[bytes]] = []
 
         async def read() -> None:
             keys = [each.key for each in await self.cold.store.list(segment_prefix(RUN))]
             versions: dict[int, list[Segment]] = {}
             for segment in filter(None, map(parse_segment, keys)):
                 versions.setdefault(segment.version, []).append(segment)
-            for path in [path for segments in versions.values() for path in branches(segments)]:
-                content = b"".join([piece async for _, _, piece in verified_segments(self.cold, path)])
-                found.append(content)
+            for segments in versions.values():
+                found.append([])
+                for path in branches(segments):
+                    pieces = [piece async for _, _, piece in verified_segments(self.cold, path)]
+                    found[-1].append(b"".join(pieces))
 
         self.loop.run_until_complete(read())
         return found
 
 
 def check(world: World) -> None:
-    """All of the files of the nodes that are left, what is known of the others, and nothing else."""
-    stored = world.in_cold()
+    """The files of the nodes that are left are each a version. Of the others all is there that is known, and nothing
+    else is."""
+    versions = world.in_cold()
+    everything = [content for found in versions for content in found]
     files: list[bytes] = []
     for node in world.nodes:
         content = node.file.read_bytes()
-        present = content, node.known if node.is_lost else len(content)
-        for content, known in [*node.former, present]:
-            files.append(content)
-            is_there = any(each.startswith(content[:known]) for each in stored)
+        if not node.is_lost:
+            assert any(found and found[0] == content for found in versions), f"node {node.number} has no version"
+        for former, known in [*node.former, (content, node.known)]:
+            files.append(former)
+            is_there = any(each.startswith(former[:known]) for each in everything)
             assert is_there, f"node {node.number}: {known} bytes are lost"
-    for each in stored:
+    for each in everything:
         assert any(content.startswith(each) for content in files), "a mix of two files"
 
 
@@ -186,16 +191,14 @@ def worlds(tmp_path: Path) -> Iterator[Callable[..., World]]:
         world.loop.unwind()
 
 
-SEEDS = 12
-
-
 @pytest.mark.parametrize("story", [_nothing, _kills, _a_node_is_lost, _files_are_replaced, _all])
 @pytest.mark.parametrize("beginning", [b"", b"line of both\n" * 20])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 25), marks=pytest.mark.long)], ids=["one", "many"])
 def test_files_of_one_name_are_all_in_cold(
-    worlds: Callable[..., World], story: Callable[[World], Awaitable[None]], beginning: bytes
+    worlds: Callable[..., World], story: Callable[[World], Awaitable[None]], beginning: bytes, seeds: range
 ) -> None:
     """`beginning`: of all files, as on a machine to which a run has moved while the first daemon still sends."""
-    for seed in range(SEEDS):
+    for seed in seeds:
         world = worlds(seed, nodes=2 + seed % 2, beginning=beginning)
         world.run(story)
         check(world)
