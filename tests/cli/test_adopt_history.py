@@ -16,6 +16,7 @@ from tests.support.foreign import contents
 from tests.support.framework_saves import SAVES, Writer, archive, save_dcp, save_hf
 from tests.support.processes import ENVIRONMENT, ForkedProcess, run_tierd
 from tests.support.waiting import wait_until
+from tierd.catalog import new_checkpoints
 from tierd.cli import adopt_history
 from tierd.tiers.tier import Tier
 from tierd.tiers.tier_listing import Listing
@@ -164,25 +165,27 @@ def test_the_run_is_not_listed_again_for_each_checkpoint(
     assert sequences(house) == {10 * number: number for number in range(1, count + 1)}
 
 
+@pytest.mark.parametrize("one_by_one", [2, 16])
 def test_what_another_command_adopts_meanwhile_is_counted(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_by_one: int
 ) -> None:
     """Each gets a sequence of its own, also where the other one adopts many at once."""
     history(tmp_path / "out", "step-bin", 10, 20)
-    others = [*range(100, 300, 10)]
+    others = [100, 110, 120]
+    monkeypatch.setattr(new_checkpoints, "ONE_BY_ONE_MAX", one_by_one)
     history(tmp_path / "others", "step-bin", *others)
-    real, is_first = adopt_history._adopt_one, [True]
+    real, is_first = adopt_history.adopt_tree, [True]
 
-    async def adopt_one(*args: Any) -> None:
+    async def adopt_tree(*args: Any) -> Any:
         if is_first:
             is_first.clear()
             arguments = ["adopt", str(tmp_path / "others"), "--run", "old", "--preset", "step-bin"]
             arguments = ["--config", str(house.config), *arguments]
             process = ForkedProcess(run_tierd, arguments, ENVIRONMENT, str(tmp_path / "log"))
             assert await asyncio.to_thread(process.wait) == 0
-        await real(*args)
+        return await real(*args)
 
-    monkeypatch.setattr(adopt_history, "_adopt_one", adopt_one)
+    monkeypatch.setattr(adopt_history, "adopt_tree", adopt_tree)
     adopted(house, tmp_path / "out", "step-bin")
     assert sorted(sequences(house).values()) == list(range(1, len(others) + 3))
 

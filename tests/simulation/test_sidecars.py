@@ -63,7 +63,7 @@ class Node:
         await asyncio.sleep(self.world.loop.random.uniform(0.0, POLL_S))
         while True:
             await worker.run_once()
-            followed, about = worker._files.get(NAME), self.file.stat()
+            followed, about = worker._files.get(NAME), self.file.stat()  # pyright: ignore[reportPrivateUsage]
             if followed is not None and followed.is_confirmed and followed.key == state_key(about):
                 self.known = about.st_size
             await asyncio.sleep(POLL_S)

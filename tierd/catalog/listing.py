@@ -67,7 +67,7 @@ async def refresh_run(catalog: Catalog, tier: Tier, run: Run, identities: Identi
     await identities.check(tier)
     listing = await tier.listing(prefix or f"{run}/")
     if prefix:
-        listing.numbers.setdefault(run, set()).update(catalog.claims.names(run, tier.name))
+        listing.numbers.setdefault(run, set()).update(map(Generation, catalog.claims.names(run, tier.name)))
     if not listing.committed:
         await identities.check(tier)  # it may have been unmounted in between
     await _enter_run(catalog, tier, listing)
