@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -15,6 +16,10 @@ from tests.support.foreign import contents
 from tests.support.framework_saves import SAVES, Writer, archive, save_dcp, save_hf
 from tests.support.processes import ENVIRONMENT, ForkedProcess, run_tierd
 from tests.support.waiting import wait_until
+from tierd.catalog import new_checkpoints
+from tierd.cli import adopt_history
+from tierd.tiers.tier import Tier
+from tierd.tiers.tier_listing import Listing
 from tierd.transfer import watched_folder
 
 
@@ -139,6 +144,50 @@ def test_what_is_not_complete_is_named_and_left(house: House, tmp_path: Path) ->
     assert [path.parent.name for path in committed(house)] == ["000000000010-g0001", "000000000030-g0001"]
     aged(folder)
     assert adopted(house, folder, "hf-trainer")["adopted"] == [60]
+
+
+def test_the_run_is_not_listed_again_for_each_checkpoint(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, count = tmp_path / "out", 24
+    history(folder, "step-bin", *range(10, 10 * (count + 1), 10))
+    listed: list[int] = []
+    real = Tier.listing
+
+    async def listing(tier: Tier, prefix: str = "", **options: Any) -> Listing:
+        found = await real(tier, prefix, **options)
+        listed.append(len(found.files))
+        return found
+
+    monkeypatch.setattr(Tier, "listing", listing)
+    assert len(adopted(house, folder, "step-bin")["adopted"]) == count
+    assert sum(listed) <= 5 * count, "the cost of a history must not grow with the square of its length"
+    assert sequences(house) == {10 * number: number for number in range(1, count + 1)}
+
+
+@pytest.mark.parametrize("one_by_one", [2, 16])
+def test_what_another_command_adopts_meanwhile_is_counted(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_by_one: int
+) -> None:
+    """Each gets a sequence of its own, also where the other one adopts many at once."""
+    history(tmp_path / "out", "step-bin", 10, 20)
+    others = [100, 110, 120]
+    monkeypatch.setattr(new_checkpoints, "ONE_BY_ONE_MAX", one_by_one)
+    history(tmp_path / "others", "step-bin", *others)
+    real, is_first = adopt_history.adopt_tree, [True]
+
+    async def adopt_tree(*args: Any) -> Any:
+        if is_first:
+            is_first.clear()
+            arguments = ["adopt", str(tmp_path / "others"), "--run", "old", "--preset", "step-bin"]
+            arguments = ["--config", str(house.config), *arguments]
+            process = ForkedProcess(run_tierd, arguments, ENVIRONMENT, str(tmp_path / "log"))
+            assert await asyncio.to_thread(process.wait) == 0
+        return await real(*args)
+
+    monkeypatch.setattr(adopt_history, "adopt_tree", adopt_tree)
+    adopted(house, tmp_path / "out", "step-bin")
+    assert sorted(sequences(house).values()) == list(range(1, len(others) + 3))
 
 
 def test_a_folder_with_more_than_can_be_listed_is_refused(

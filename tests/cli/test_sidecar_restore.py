@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,20 @@ def test_the_option_writes_the_newest_version_of_each_and_replaces_none(house: H
     assert "restored run42 step 100" in done.stdout, "the checkpoint was restored before"
     assert (tmp_path / "c/manifest.json").is_file()
     assert (out / ".loss.json").read_bytes() == b"newer\n"
+
+
+def test_a_second_file_in_a_version_is_written_beside_the_first(house: House, tmp_path: Path) -> None:
+    """Two daemons have copied different files under one name, and one of them was killed before it noticed."""
+    put(house.cold, "log.jsonl", b"one 1\none 2\n")
+    put(house.cold, "log.jsonl", b"one 1\n")  # merged since, and not deleted
+    put(house.cold, "log.jsonl", b"other 1\n")
+    put(house.hot, "log.jsonl", b"third\n")
+    out = tmp_path / "out"
+    (report,) = house.json("sidecars", "--run", "run42", "--into", out)
+    names = {f"log.jsonl.other-{sha256(each).hexdigest()[:16]}": each for each in (b"other 1\n", b"third\n")}
+    assert report["others"] == sorted(names)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {"log.jsonl": b"one 1\none 2\n", **names}
+    assert house.json("sidecars", "--run", "run42", "--into", out)[0]["is_written"] is False
 
 
 def test_a_damaged_file_fails_the_option_and_not_the_restore(house: House, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from tests.support.framework_saves import Writer, save_dcp_on, save_deepspeed_on, save_hf
+from tests.support.rooms import rooms_at
 from tests.workers.test_announcements import RUN, SPREAD_S, Node, made, shift
-from tierd.config.sections import ColdPolicy, DrillConfig, LifecycleConfig, TierPolicy
+from tierd.config.sections import ColdPolicy, DaemonConfig, DrillConfig, LifecycleConfig, TierPolicy
 from tierd.errors import TierUnreachable
 from tierd.format.ids import checkpoint_id
 from tierd.tiers.directory import DirectoryStore
@@ -162,21 +163,69 @@ async def test_the_end_of_node_0_does_not_wait_for_a_part_that_another_node_has_
         assert not await lacks(home)
 
 
-async def test_a_late_node_does_not_take_a_second_save_for_the_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seconds", "waits_s"), [(30, 60), (5, 30)])
+async def test_a_late_node_does_not_take_a_second_save_for_the_first(
+    tmp_path: Path, seconds: float, waits_s: float
+) -> None:
     async with made(tmp_path, 2, preset="deepspeed") as nodes:
         home, late = nodes.nodes
         save_deepspeed_on(nodes.outs, 10)
         await nodes.look(home)
-        shift(save_deepspeed_on(nodes.outs, 10), 30)  # the training has gone back, and was fast
-        nodes.ahead_s += 30
+        shift(save_deepspeed_on(nodes.outs, 10), seconds)  # the training has gone back, and was fast
+        nodes.ahead_s += seconds
         await nodes.look(late)
         assert late.parts == {}
-        assert "it is adopted if node 0 announces no other save of step 10 for 60 s" in late.waiting
+        assert f"it is adopted if node 0 announces no other save of step 10 for {waits_s} s" in late.waiting
         await nodes.look(home)
         nodes.now_s += RETRY_MAX_S
         await nodes.look(late)
         await nodes.send()
         assert await nodes.committed() == [(10, 2, 2)]
+
+
+async def test_of_dcp_a_late_node_does_not_take_a_second_save_for_the_first(tmp_path: Path) -> None:
+    async with made(tmp_path, 2, preset="dcp") as nodes:
+        home, late = nodes.nodes
+        save_dcp_on(nodes.outs, 10)
+        await nodes.look(home)
+        shift(save_dcp_on(nodes.outs, 10), 5)
+        nodes.ahead_s += 5
+        await nodes.look(late)
+        assert late.parts == {}
+        assert "5 s later than on node 0: it is adopted if node 0 announces no other save" in late.waiting
+        await nodes.look(home)
+        nodes.now_s += RETRY_MAX_S
+        await nodes.look(late)
+        await nodes.send()
+        assert await nodes.committed() == [(10, 2, 2)]
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+async def test_node_0_on_a_new_host_completes_what_the_former_one_has_announced(tmp_path: Path, is_sent: bool) -> None:
+    """The folder is on a shared disk, or was copied with its times; hot is empty. The other node has its part, and
+    would adopt no second one of the same save."""
+    async with made(tmp_path, 2, preset="deepspeed") as nodes:
+        home, other = nodes.nodes
+        save_deepspeed_on(nodes.outs, 10)
+        await nodes.look()
+        if is_sent:
+            await nodes.send(home)
+        config = msgspec.structs.replace(home.rooms.config, daemon=DaemonConfig(node="new-host"))
+        clocks = {"monotonic_s": lambda: nodes.now_s, "now": nodes.now}
+        opened = rooms_at(tmp_path / "new", clocks=clocks, cold=config.cold, daemon=config.daemon)
+        async with opened as rooms:
+            await rooms.list_tiers()
+            nodes.nodes[0] = new = Node(rooms, home.watch)
+            await home.watcher.close()
+            await nodes.look()
+            assert new.parts == other.parts
+            await nodes.send()
+            assert await nodes.committed() == [(10, 1, 1)]
+            shift(save_deepspeed_on(nodes.outs, 20), 1)
+            await nodes.look()
+            await nodes.send()
+            assert await nodes.committed() == [(10, 1, 1), (20, 2, 2)]
+            await new.watcher.close()
 
 
 @pytest.mark.parametrize("seconds", [-30, 30])

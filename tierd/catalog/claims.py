@@ -52,6 +52,10 @@ class Claims:
         """The generations in names of claims and manifests of the run, signed or not, as the tier lists them now."""
         self._named_generations.setdefault(run, {})[tier] = frozenset(generations)
 
+    def names(self, run: Run, tier: str) -> frozenset[int]:
+        """As `saw_names` was told last."""
+        return self._named_generations.get(run, {}).get(tier, frozenset())
+
     def count_everywhere(self) -> None:
         """For a program without a hot tier: the highest claim in any tier counts like one that was made here."""
         for run in self._highest:

@@ -60,13 +60,13 @@ async def refresh(
         catalog.listing_failed(tier.name, f"{type(error).__name__}: {error}")
 
 
-async def refresh_run(catalog: Catalog, tier: Tier, run: Run, identities: Identities) -> None:
-    """List one run in the tier and enter what is new: a few requests, where a whole tier may take minutes.
-
-    Raises TierUnreachable, also when the tier is not the right place.
-    """
+async def refresh_run(catalog: Catalog, tier: Tier, run: Run, identities: Identities, *, prefix: str = "") -> None:
+    """List one run in the tier and enter what is new: a few requests, where a whole tier may take minutes. `prefix`: of
+    the keys, where less than the run is listed. Raises TierUnreachable, also when the tier is not the right place."""
     await identities.check(tier)
-    listing = await tier.listing(f"{run}/")
+    listing = await tier.listing(prefix or f"{run}/")
+    if prefix:
+        listing.numbers.setdefault(run, set()).update(map(Generation, catalog.claims.names(run, tier.name)))
     if not listing.committed:
         await identities.check(tier)  # it may have been unmounted in between
     await _enter_run(catalog, tier, listing)

@@ -7,7 +7,7 @@ incomplete one.
 from __future__ import annotations
 
 from tierd.catalog.identity import Identities
-from tierd.catalog.listing import refresh_run
+from tierd.catalog.new_checkpoints import refresh_new
 from tierd.cli.console import progress_bar
 from tierd.cli.opened_tiers import OpenedTiers
 from tierd.config.sections import Config
@@ -54,7 +54,14 @@ async def adopt_tree(
                 await attempt.copy(checkpoint, store, algorithm=algorithm, progress=progress)
             # Another command, or a daemon that watches, may have adopted other steps while this one copied.
             async with run_lock(store.pool, target.parent):
-                await refresh_run(tiers.catalog, tiers.by_name[HOT], checkpoint.run, Identities(config))
+                await refresh_new(
+                    tiers.catalog,
+                    tiers.by_name[HOT],
+                    checkpoint.run,
+                    Identities(config),
+                    folder=target.parent,
+                    pool=store.pool,
+                )
                 manifest = attempt.manifest(checkpoint, sequence=tiers.catalog.sequence_max(checkpoint.run) + 1)
                 if keyring is not None:
                     manifest = keyring.sign_manifest(manifest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -15,22 +16,24 @@ from tierd.cli.opened_tiers import OpenedTiers, open_tiers
 from tierd.cli.options import settings_of
 from tierd.errors import Corrupt, Foreign, NotFound, TierdError
 from tierd.format.ids import Run, check_run
-from tierd.format.sidecar import Segment, all_segments_prefix, chain, parse_segment
+from tierd.format.sidecar import Segment, all_segments_prefix, branches, chain, parse_segment
 from tierd.tiers.tier import Tier
-from tierd.transfer.sidecar_output import write_sidecar
+from tierd.transfer.sidecar_output import PrefixDigests, write_sidecar
 
 Key = tuple[Run, str, str, int]
 """Run, phase, file and version."""
 
-Stored = dict[Key, dict[str, list[Segment]]]
-"""The segments of each version of each file, by tier."""
+Stored = dict[Key, dict[str, list[list[Segment]]]]
+"""What the segments of each version of each file give, by tier: `branches`."""
 
 _TRIES = 3  # a daemon may merge segments while they are read
 
 
 class SidecarVersion(msgspec.Struct, kw_only=True):
     """One version of a file. `phase`: the milestone of the phase that it belongs to; empty: to all of the run.
-    `size_bytes`: how much of it each tier has. `is_written`: it was written now; None: it was only listed."""
+    `size_bytes`: how much of it each tier has. `is_written`: it was written now; None: it was only listed. `others`:
+    the names of other files with this name and version, which were written beside it. `of_versions`: how many were
+    found of this file."""
 
     run: str
     phase: str
@@ -38,6 +41,8 @@ class SidecarVersion(msgspec.Struct, kw_only=True):
     version: int
     size_bytes: dict[str, int]
     is_written: bool | None = None
+    others: list[str] = []
+    of_versions: int = 1
 
 
 async def sidecars(
@@ -94,13 +99,15 @@ async def write_newest(tiers: OpenedTiers, stored: Stored, into: Path, access: A
     written: list[SidecarVersion] = []
     for key in sorted(key for key in stored if newest[key[:3]] == key[3]):
         report = _report(key, stored[key])
-        report.is_written = await _write(tiers, key, stored[key], into / key[2], access)
+        report.is_written, digests = await _write(tiers, key, stored[key], into / key[2], access)
+        report.of_versions = sum(other[:3] == key[:3] for other in stored)
+        report.others = await _write_others(tiers, key, stored[key], digests, into, access)
         written.append(report)
     return written
 
 
 async def stored_sidecars(tiers: OpenedTiers, runs: list[Run]) -> Stored:
-    """The chain of each version of each file, in each tier that answers."""
+    """What the segments of each version of each file give, in each tier that answers."""
     left_out = tiers.absent | tiers.catalog.unlisted().keys()
     found: Stored = {}
     for name, tier in tiers.by_name.items():
@@ -112,27 +119,35 @@ async def stored_sidecars(tiers: OpenedTiers, runs: list[Run]) -> Stored:
                 if (segment := parse_segment(stored.key)) is not None:
                     segments.setdefault(_key_of(segment), []).append(segment)
         for key, each in segments.items():
-            found.setdefault(key, {})[name] = chain(each)
+            found.setdefault(key, {})[name] = branches(each)
     return found
 
 
-async def _write(tiers: OpenedTiers, key: Key, by_tier: dict[str, list[Segment]], target: Path, access: Access) -> bool:
-    """Write the file from the tier that has most of it, or the next one if that fails. Raises the error of the last
-    one."""
+async def _write(
+    tiers: OpenedTiers, key: Key, by_tier: dict[str, list[list[Segment]]], target: Path, access: Access
+) -> tuple[bool, dict[int, str]]:
+    """Write the file from the tier that has most of it, or the next one if that fails. Return whether it was written,
+    and its digests up to where other branches end. Raises the error of the last one."""
     error: TierdError = NotFound(f"read {key[2]}: no tier has it")
+    ends = {leaf.end for found in by_tier.values() for path in found if (leaf := _leaf(path)) is not None}
     for name in sorted(by_tier, key=lambda name: -_end(by_tier[name])):
+        if not by_tier[name]:
+            continue  # no segment begins at 0
         try:
-            return await _write_from(tiers.by_name[name], key, by_tier[name], target, access)
+            return await _write_from(tiers.by_name[name], key, by_tier[name][0], target, access, ends)
         except (NotFound, Corrupt, Foreign) as failed:
             error = failed
             print_note(f"tierd: {failed}")
     raise error
 
 
-async def _write_from(tier: Tier, key: Key, path: list[Segment], target: Path, access: Access) -> bool:
+async def _write_from(
+    tier: Tier, key: Key, path: list[Segment], target: Path, access: Access, ends: Collection[int]
+) -> tuple[bool, dict[int, str]]:
     for tries_left in reversed(range(_TRIES)):
+        digests = PrefixDigests(ends)
         try:
-            return await write_sidecar(tier, path, target, access)
+            return await write_sidecar(tier, path, target, access, digests), digests.found
         except NotFound:
             if not tries_left:
                 raise
@@ -141,16 +156,52 @@ async def _write_from(tier: Tier, key: Key, path: list[Segment], target: Path, a
     raise AssertionError
 
 
+async def _write_others(
+    tiers: OpenedTiers,
+    key: Key,
+    by_tier: dict[str, list[list[Segment]]],
+    digests: dict[int, str],
+    into: Path,
+    access: Access,
+) -> list[str]:
+    """Write what the version has besides the file with these `digests`, which two daemons may have copied under one
+    name. The names that it has got."""
+    others: dict[str, list[tuple[Tier, list[Segment]]]] = {}
+    for tier, found in by_tier.items():
+        for path in found:
+            leaf = _leaf(path)
+            if leaf is not None and digests.get(leaf.end, leaf.after) != leaf.after:
+                others.setdefault(f"{key[2]}.other-{leaf.after}", []).append((tiers.by_name[tier], path))
+    for name, sources in others.items():
+        error: TierdError | None = None
+        for tier, path in sources:
+            try:
+                await write_sidecar(tier, path, into / name, access)
+                break
+            except (NotFound, Corrupt, Foreign) as failed:
+                error = failed
+                print_note(f"tierd: {failed}")
+        else:
+            assert error is not None
+            raise error
+    return sorted(others)
+
+
+def _leaf(path: list[Segment]) -> Segment | None:
+    """The last one that does not only close a document."""
+    return next((each for each in reversed(path) if not each.is_tail), None)
+
+
 def _key_of(segment: Segment) -> Key:
     return segment.run, segment.phase, segment.file, segment.version
 
 
-def _end(path: list[Segment]) -> int:
-    return path[-1].end if path else 0
+def _end(found: list[list[Segment]]) -> int:
+    return found[0][-1].end if found else 0
 
 
-def _report(key: Key, by_tier: dict[str, list[Segment]]) -> SidecarVersion:
-    sizes = {name: _end(path) for name, path in by_tier.items()}
+def _report(key: Key, by_tier: dict[str, list[list[Segment]]]) -> SidecarVersion:
+    sizes = {name: _end(found) for name, found in by_tier.items()}
     return SidecarVersion(run=key[0], phase=key[1], file=key[2], version=key[3], size_bytes=sizes)
 
 
@@ -179,7 +230,9 @@ def written_lines(written: list[SidecarVersion], into: Path) -> list[str]:
     """What `write_newest` has done, in words."""
     lines: list[str] = []
     for each in written:
-        detail = f"version {each.version}, {size(max(each.size_bytes.values()))}"
+        newest = f", the newest of {each.of_versions}" if each.of_versions > 1 else ""
+        detail = f"version {each.version}{newest}, {size(max(each.size_bytes.values()))}"
         what = "written" if each.is_written else "is there already"
         lines.append(f"{into / each.file}: {what} ({detail})")
+        lines += [f"{into / name}: another file of this name in version {each.version}" for name in each.others]
     return lines

@@ -53,7 +53,7 @@ class Segment(NamedTuple):
     def key(self) -> str:
         kind = "tail" if self.is_tail else "seg"
         span = f"{self.begin:015d}-{self.end:015d}-{self.before}-{self.after}.{kind}"
-        return f"{segment_prefix(self.run, self.phase)}file-{self.file}-v{self.version:04d}-{span}"
+        return f"{version_prefix(self.run, self.phase, self.file, self.version)}{span}"
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +68,11 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True):
 def segment_prefix(run: Run, phase: str = "") -> str:
     """The prefix of the keys of a phase's segments, or of the segments of files that belong to the whole run."""
     return f"{run}/{_FOLDER}-{phase}/" if phase else f"{run}/{_FOLDER}/"
+
+
+def version_prefix(run: Run, phase: str, file: str, version: int) -> str:
+    """Of the keys of the segments of one version of a file."""
+    return f"{segment_prefix(run, phase)}file-{file}-v{version:04d}-"
 
 
 def all_segments_prefix(run: Run) -> str:
@@ -110,19 +115,38 @@ def chain(segments: Iterable[Segment]) -> list[Segment]:
     Segments may overlap, because small ones are merged, and differ, because two daemons may have written different
     files under one name. A segment fits behind another one if the digests agree.
     """
+    return _longest(_paths(segments))
+
+
+def branches(segments: Iterable[Segment]) -> list[list[Segment]]:
+    """`chain`, and then what else begins at 0 and ends where no segment goes on, the longest one first. That is the
+    beginning of the same file if merged segments were not deleted, or another file: only the bytes show which."""
+    listed = list(segments)
+    paths = _paths(listed)
+    longest = _longest(paths)
+    inner = {(each.begin, each.before) for each in listed if not each.is_tail}
+    inner |= {(each.end, each.after) for each in longest}
+    closed = {(path[-1].begin, path[-1].before): path for path in paths.values() if path and path[-1].is_tail}
+    others = [
+        closed.get(state, path) for state, path in paths.items() if path and not path[-1].is_tail and state not in inner
+    ]
+    return [longest, *sorted(others, key=lambda path: -path[-1].end)] if longest else []
+
+
+def _paths(segments: Iterable[Segment]) -> dict[tuple[int, str], list[Segment]]:
+    """By where they end, and the digest of the file up to there: segments without holes from 0."""
     by_begin = sorted(segments, key=lambda each: (each.is_tail, each.begin, -each.end, each.after))
-    start = (0, short(EMPTY))
-    reached: dict[tuple[int, str], list[Segment]] = {start: []}
-    furthest = start
+    reached: dict[tuple[int, str], list[Segment]] = {(0, short(EMPTY)): []}
     for each in by_begin:  # whatever leads to `begin` has a smaller begin, and tails come last
         path = reached.get((each.begin, each.before))
         state = (each.end, each.after)
-        if path is None or state in reached:
-            continue
-        reached[state] = [*path, each]
-        if each.end > furthest[0]:
-            furthest = state
-    return reached[furthest]
+        if path is not None and state not in reached:
+            reached[state] = [*path, each]
+    return reached
+
+
+def _longest(paths: dict[tuple[int, str], list[Segment]]) -> list[Segment]:
+    return paths[max(paths, key=lambda state: state[0])]
 
 
 def unsettled_bytes(tail: bytes) -> int:

@@ -240,7 +240,10 @@ def _of_sidecars(sidecars: SidecarReport) -> Iterator[Alarm]:
     show = "tierd status --json"
     if sidecars.rewritten:
         names = ", ".join(sidecars.rewritten)
-        what = f"the past of {names} of {sidecars.run} CHANGED; the former content is kept as an earlier version"
+        what = (
+            f"the past of {names} of {sidecars.run} CHANGED, or another daemon copies another file of that name; each "
+            "content is kept as a version"
+        )
         yield _alarm("TierdSidecarRewritten", WARNING, what, "sidecar-file-changed", "tierd sidecars")
     if sidecars.problems or sidecars.behind_s > SIDECAR_LATE_S:
         why = f": {sidecars.problems[0]}" if sidecars.problems else ""

@@ -25,8 +25,10 @@ from tierd.format.sidecar import (
     Segment,
     chain,
     encode_segment,
+    parse_segment,
     short,
     unsettled_bytes,
+    version_prefix,
 )
 from tierd.tiers.new_file import Uses
 from tierd.tiers.pool import ThreadPool
@@ -192,6 +194,12 @@ def matching(segments: Iterable[Segment], state: FileState) -> list[Segment]:
     ]
 
 
+def of_other_files(segments: Iterable[Segment], state: FileState) -> list[Segment]:
+    """The segments that this file does not begin with. A tail does not count: it may be written anew at any time.
+    `state`: read after the segments were listed, with their `offsets`."""
+    return [each for each in segments if not each.is_tail and not state.begins_with(each.end, each.after)]
+
+
 class SidecarCopy:
     """Copies one version of one file into one tier. `stored`: the segments of that version in the tier."""
 
@@ -256,6 +264,12 @@ class SidecarCopy:
             for each in self._stored
             if each.is_tail and each.key not in kept and state.begins_with(each.begin, each.before)
         ]
-        if replaced and self._tier.deletes:
+        if replaced and self._tier.deletes and not await self._has_other_file(state):
             failpoint("sidecar.delete")
             await self._tier.store.delete(sorted(set(replaced)))
+
+    async def _has_other_file(self, state: FileState) -> bool:
+        """Whether the version in the tier has segments of another file now: they may go on where one of these ends."""
+        prefix = version_prefix(self._run, self._phase, self._file, self._version)
+        listed = [parse_segment(each.key) for each in await self._tier.store.list(prefix)]
+        return bool(of_other_files([each for each in listed if each is not None], state))

@@ -8,29 +8,53 @@ import errno
 import hashlib
 import os
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from pathlib import Path
 
 from tierd.access import Access
 from tierd.errors import Corrupt, Full, TargetNotEmpty, TierdError
 from tierd.format.layout import PARTIAL_SUFFIX
-from tierd.format.sidecar import SEGMENT_BYTES_MAX, Segment, decode_segment
+from tierd.format.sidecar import SEGMENT_BYTES_MAX, Segment, decode_segment, short
 from tierd.tiers.tier import Tier
 from tierd.tiers.tree import FOLDER
 
 _OBJECT_BYTES_MAX = SEGMENT_BYTES_MAX + (64 << 10)
 
 
-async def write_sidecar(tier: Tier, path: Sequence[Segment], target: Path, access: Access) -> bool:
-    """Write the bytes of these segments, which have no holes, to `target`. False if the target has them already. Raises
-    NotFound when a segment was replaced meanwhile, Corrupt, Foreign, TierUnreachable, Full, and TargetNotEmpty when the
-    target has other bytes."""
+class PrefixDigests:
+    """The digests of a file up to some offsets, of its bytes in their order. `found`: by offset, as names have them."""
+
+    def __init__(self, ends: Collection[int]) -> None:
+        self._left = sorted({*ends}, reverse=True)
+        self._digest, self._at = hashlib.sha256(), 0
+        self.found: dict[int, str] = {}
+
+    def update(self, content: bytes) -> None:
+        rest = memoryview(content)
+        while self._left and self._left[-1] <= self._at + len(rest):
+            piece = rest[: self._left.pop() - self._at]
+            self._digest.update(piece)
+            self._at += len(piece)
+            rest = rest[len(piece) :]
+            self.found[self._at] = short(self._digest.hexdigest())
+        self._digest.update(rest)
+        self._at += len(rest)
+
+
+async def write_sidecar(
+    tier: Tier, path: Sequence[Segment], target: Path, access: Access, prefixes: PrefixDigests | None = None
+) -> bool:
+    """Write the bytes of these segments, which have no holes, to `target`. False if the target has them already.
+    `prefixes`: gets the bytes too. Raises NotFound when a segment was replaced meanwhile, Corrupt, Foreign,
+    TierUnreachable, Full, and TargetNotEmpty when the target has other bytes."""
     try:
         output = await asyncio.to_thread(_Output, target, access)
         try:
             digest = hashlib.sha256()
             async for _, _, content in verified_segments(tier, path):
                 digest.update(content)
+                if prefixes is not None:
+                    prefixes.update(content)
                 await asyncio.to_thread(output.write, content)
             return await asyncio.to_thread(output.publish, digest.hexdigest())
         finally:
@@ -39,14 +63,28 @@ async def write_sidecar(tier: Tier, path: Sequence[Segment], target: Path, acces
         raise _translated(error, target) from error
 
 
+async def prefix_digests(tier: Tier, path: Sequence[Segment], ends: Collection[int]) -> dict[int, str]:
+    """By offset, of those that these segments reach, the digest of the file up to there, as names have it. Raises as
+    `verified_segments`."""
+    digests, last = PrefixDigests(ends), max(ends, default=0)
+    async for _, _, content in verified_segments(tier, [each for each in path if each.begin < last]):
+        digests.update(content)
+    return digests.found
+
+
+async def read_segment(tier: Tier, segment: Segment) -> tuple[bytes, bytes, str]:
+    """(its object, its bytes of the file, the digest of the file up to its end). Raises as `verified_segments`."""
+    raw = await tier.store.get_bytes(segment.key, size_max=_OBJECT_BYTES_MAX)
+    return raw, *decode_segment(segment, raw, keyring=tier.keyring, where=tier.name)
+
+
 async def verified_segments(tier: Tier, path: Sequence[Segment]) -> AsyncGenerator[tuple[Segment, bytes, bytes]]:
     """Each of these segments, which have no holes, with its object and the file's bytes in it.
 
     Raises NotFound when one was replaced meanwhile, Corrupt, Foreign and TierUnreachable."""
     digest = hashlib.sha256()
     for segment in path:
-        raw = await tier.store.get_bytes(segment.key, size_max=_OBJECT_BYTES_MAX)
-        content, after = decode_segment(segment, raw, keyring=tier.keyring, where=tier.name)
+        raw, content, after = await read_segment(tier, segment)
         digest.update(content)
         if digest.hexdigest() != after:
             message = f"read {segment.key} in {tier.name}: the digest of its bytes is not the one in its header"

@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tierd.catalog.listing import is_listed, refresh_run
+from tierd.catalog.listing import is_listed
+from tierd.catalog.new_checkpoints import refresh_new
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Full, LockHeld, TierdError
 from tierd.failpoints import failpoint
@@ -96,8 +97,10 @@ class Adopter:
             with context.throttle.writing(context.hot.name) as count_written:
                 await attempt.copy(checkpoint, context.hot_store, algorithm=algorithm, progress=count_written)
             # `tierd adopt` may have adopted other steps while this one was copied.
-            async with run_lock(context.hot_store.pool, context.hot_store.root / checkpoint.run):
-                await refresh_run(context.catalog, context.hot, checkpoint.run, context.identities)
+            folder, pool = context.hot_store.root / checkpoint.run, context.hot_store.pool
+            async with run_lock(pool, folder):
+                run, identities = checkpoint.run, context.identities
+                await refresh_new(context.catalog, context.hot, run, identities, folder=folder, pool=pool)
                 if context.catalog.get(checkpoint) is not None:
                     raise LockHeld(f"adopt {tree.path} as {checkpoint}: another process has just adopted that step")
                 if part is None:

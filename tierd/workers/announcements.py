@@ -33,6 +33,8 @@ from tierd.workers.watch_claim import TIMEOUT_S, WatchClaim
 log = logging.getLogger("tierd")
 
 SPREAD = 6  # times quiet_s: the most time between the last writes of two nodes for one save
+NOTICED = 3  # times quiet_s: within so long after the last write of a save, node 0 announces it
+SAME_S = 1.0  # clocks that agree differ by less, and no step is saved twice within it
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0  # between two searches for the head of one step
 AWAITED_MAX = 32  # steps whose heads are searched for: those that were written last
 GENERATIONS_TRIED = 8  # in one pass, for a new save of a step
@@ -119,14 +121,16 @@ class Announcements:
         if self._is_last_on_node_0:
             # Node 0 writes the last file of a save. The files here do not show when the save is complete.
             must = f"the clocks of the nodes must agree within {quiet_s:g} s, quiet_s"
-            return other + must if later_s > quiet_s else ""
-        if abs(later_s) > spread_s:
+            is_other, is_same = later_s > quiet_s, later_s <= SAME_S
+        else:
             must = f"the clocks of the nodes must agree, and a save end on all within {spread_s:g} s, 6 times quiet_s"
+            is_other, is_same = abs(later_s) > spread_s, abs(later_s) <= SAME_S
+        if is_other:
             return other + must
-        # If the files here are of a newer save, node 0 has them too within this time, and announces that save.
-        is_sure = self._context.now().timestamp() >= max(here_s, there_s) + spread_s
-        if abs(later_s) > quiet_s and not is_sure:
-            return f"{how}: it is adopted if node 0 announces no other save of step {announced.step} for {spread_s:g} s"
+        # If the files here are of another save, node 0 has its files too within this time, and announces that save.
+        until_s = spread_s if abs(later_s) > quiet_s else NOTICED * quiet_s
+        if not is_same and self._context.now().timestamp() < max(here_s, there_s) + until_s:
+            return f"{how}: it is adopted if node 0 announces no other save of step {announced.step} for {until_s:g} s"
         return ""
 
     # ── node 0 ──
@@ -138,6 +142,8 @@ class Announcements:
             standing = await self._claim.standing(generation_min=generation_min)
             if standing.holder:
                 return f"{standing.holder} is node 0 of {run} since generation {standing.generation}"
+            if (former := await self._announced_before(step, tree, standing.generation, generation_min)) is not None:
+                return former
             checkpoint = adopted_id(context.catalog, run, step, standing.generation, is_lenient=True)
             announced = await self._write_head(checkpoint, tree)
             if announced is not None:
@@ -163,9 +169,40 @@ class Announcements:
                 hint="later saves are adopted; this one is not",
             )
 
+    async def _announced_before(
+        self, step: int, tree: SourceTree, generation: int, generation_min: int
+    ) -> Announced | None:
+        """What a former node 0, on another host or of another start of the run, has said about this save: the other
+        nodes may have adopted their parts already, and would adopt none for a second head of it."""
+        found = [
+            announced
+            for tier in self._context.cold.values()
+            if (announced := await self._find_before(tier, step, tree, generation, generation_min)) is not None
+        ]
+        return max(found, key=lambda announced: announced.generation, default=None)
+
+    async def _find_before(
+        self, tier: Tier, step: int, tree: SourceTree, generation: int, generation_min: int
+    ) -> Announced | None:
+        """None also where the tier does not answer: then the save is announced anew."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                listing = await tier.listing(layout.step_prefix(self._run, step))
+                for checkpoint in sorted(listing.files, key=lambda checkpoint: checkpoint.generation, reverse=True):
+                    is_former = generation_min <= checkpoint.generation < generation and checkpoint not in listing.gone
+                    if not is_former or layout.HEAD not in listing.files[checkpoint]:
+                        continue
+                    announced = await self._read(tier, checkpoint)
+                    if (announced.created_at, announced.world_size) == (tree.created_at, self._watch.nodes):
+                        return announced
+        except (TierdError, TimeoutError) as error:
+            log.warning("look for step %d of %s in %s: %s", step, self._run, tier.name, str(error) or "no answer")
+        return None
+
     async def _write_head(self, checkpoint: CheckpointId, tree: SourceTree) -> Announced | None:
         """The head in the cold tiers, written where it is missing. One tier is enough. None if they have the head of an
-        earlier save of the step in this generation. Raises TierUnreachable if no tier has taken it."""
+        earlier save of the step in this generation, of which no part is left here. Raises TierUnreachable if no tier
+        has taken it."""
         errors: list[str] = []
         known = await self._heads_by_tier(checkpoint, errors)
         if GONE in known.values():

@@ -7,10 +7,10 @@ replace a file by deleting it and writing it again, so a change of copied bytes 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
+import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from tierd.backoff import backoff_s
 from tierd.context import DaemonContext
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError
 from tierd.format.ids import Run, check_run
-from tierd.format.sidecar import Segment, chain, is_file_name, parse_segment, segment_prefix, short
+from tierd.format.sidecar import Segment, chain, is_file_name, parse_segment, segment_prefix
 from tierd.format.text import printable
 from tierd.status.folder_reports import SidecarReport
 from tierd.tiers.pool import ThreadPool
@@ -34,7 +34,8 @@ from tierd.transfer.sidecar_copy import (
     read_state,
     state_key,
 )
-from tierd.transfer.sidecar_output import verified_segments
+from tierd.workers.former_sidecars import FormerSidecars
+from tierd.workers.sidecar_versions import SidecarVersions
 
 T = TypeVar("T")
 
@@ -57,8 +58,10 @@ class _Followed:
     tiers whose content was compared with the file since the daemon's start. `stored_bytes`, `stored_digest`: how much
     of this version is known to be in a tier, and the digest of it. `differs_since_s`: since when the file does not
     begin with these bytes. `changed_s`: since when a tier may lack something of the file. `read_s`: how long it took to
-    read the file. `not_before_s`: the earliest time of the next read. `open_file`: the file as it was last read, if it
-    began with the stored bytes: it has the rest of this version if the program renames or deletes the file.
+    read the file. `not_before_s`: the earliest time of the next read. `is_confirmed`: whether the tiers were listed
+    since a segment was written: another daemon may have begun another file in this version meanwhile. `open_file`: the
+    file as it was last read, if it began with the stored bytes: it has the rest of this version if the program renames
+    or deletes the file.
     """
 
     key: tuple[int, ...] = ()
@@ -72,6 +75,7 @@ class _Followed:
     not_before_s: float = 0.0
     checked_s: float = 0.0
     size_bytes: int = 0
+    is_confirmed: bool = True
     open_file: OpenSidecar | None = None
 
     def hold(self, open_file: OpenSidecar | None) -> None:
@@ -85,7 +89,7 @@ class SidecarFollower:
     interval_s = POLL_S
     is_urgent = False
 
-    def __init__(self, context: DaemonContext) -> None:
+    def __init__(self, context: DaemonContext, *, rng: random.Random | None = None) -> None:
         config = context.config.sidecars
         self._context = context
         self._run: Run = check_run(config.run)
@@ -100,7 +104,8 @@ class SidecarFollower:
         self._compared: frozenset[str] = frozenset()  # the tiers that were last compared with each other
         self._compared_s = -CHECK_S  # when they were compared
         self._passed_s = -math.inf  # when the last complete pass began
-        self._differing: set[tuple[str, int, str, str]] = set()  # file, version, and two tiers whose bytes differ
+        self._former = FormerSidecars(context)
+        self._versions = SidecarVersions(context, rng or random.Random())
         context.metrics.sidecar_lag_seconds.labels(self._run)
         context.metrics.sidecar_rewritten_total.labels(self._run)
 
@@ -174,7 +179,7 @@ class SidecarFollower:
         followed = self._files.setdefault(name, _Followed())
         if key != followed.key and followed.changed_s is None:
             followed.changed_s = now_s
-        is_other = key != followed.key or now_s - followed.checked_s >= CHECK_S
+        is_other = key != followed.key or not followed.is_confirmed or now_s - followed.checked_s >= CHECK_S
         return is_other and now_s >= followed.not_before_s
 
     def _let_go(self, found: Mapping[str, tuple[int, ...]], now_s: float) -> None:
@@ -207,9 +212,7 @@ class SidecarFollower:
                 self._problems[name] = error
             pause_s = POLL_S if followed.differs_since_s is not None else max(COPY_S, COST_SHARE * followed.read_s)
             followed.not_before_s = self._context.monotonic_s() + pause_s
-        now_s = self._context.monotonic_s()
-        if stored.keys() != self._compared or now_s - self._compared_s >= CHECK_S:
-            self._compared, self._compared_s = frozenset(stored), now_s
+        if stored.keys() != self._compared or self._context.monotonic_s() - self._compared_s >= CHECK_S:
             await self._complete(stored)
 
     async def _list(self) -> dict[str, list[Segment]]:
@@ -254,24 +257,25 @@ class SidecarFollower:
         version = followed.version
         beginnings = {_reached(segments, version) for segments in not_compared.values()}
         beginnings.add((followed.stored_bytes, followed.stored_digest))
-        of_version = _of_version(stored, name, version)
-        offsets = {
-            *(end for end, _ in beginnings),
-            *(at for segments in of_version.values() for at in SidecarCopy.offsets(segments)),
-        }
+        of_version, later = _of_version(stored, name, version), _of_version(stored, name, newest)
+        listed = [segment for found in (of_version, later) for segments in found.values() for segment in segments]
+        offsets = {*(end for end, _ in beginnings), *SidecarCopy.offsets(listed)}
         started_s = self._context.monotonic_s()
         open_file = await self._pool.query(OpenSidecar, self._path / name, discard=OpenSidecar.close)
         try:
             state = await self._pool.query(read_state, self._path / name, offsets, open_file)
             followed.read_s = self._context.monotonic_s() - started_s
             differing = [end for end, digest in beginnings if end and not state.begins_with(end, digest)]
-            if differing:
-                if not self._differs_for_long(followed) or not await self._copy_rest(name, followed, stored):
+            is_shared = not differing and await self._versions.is_shared(of_version, state)
+            if differing or is_shared:
+                if not self._differs_for_long(followed):
                     return open_file.close()
-                self._report_rewritten(name, followed, state, max(differing))
-                followed.version = max(newest, version) + 1
+                if differing and not await self._copy_rest(name, followed, stored):
+                    return open_file.close()
+                followed.version = await self._versions.next_version(version, newest, later, state, is_shared=is_shared)
+                self._report(name, version, followed.version, state, max(differing) if differing else None)
                 followed.stored_bytes, followed.stored_digest = 0, ""
-                of_version = {tier: [] for tier in of_version}
+                of_version = later if followed.version == newest else {tier: [] for tier in of_version}
         except BaseException:
             open_file.close()
             raise
@@ -279,10 +283,9 @@ class SidecarFollower:
         followed.differs_since_s = None
         followed.compared |= of_file.keys()
         followed.size_bytes = state.size
-        copied: set[str] = set()
-        for tier, segments in of_version.items():
-            if await self._copy_to(tier, segments, followed, state):
-                copied.add(tier)
+        written = {tier: await self._copy_to(tier, each, followed, state) for tier, each in of_version.items()}
+        copied = {tier for tier, size_bytes in written.items() if size_bytes is not None}
+        followed.is_confirmed = not any(written.values())
         if copied:
             followed.stored_bytes, followed.stored_digest = state.settled, state.digest(state.settled)
         if copied == self._context.tiers.keys():
@@ -306,48 +309,32 @@ class SidecarFollower:
                     if not reached[tier][0] or state.begins_with(*reached[tier])
                 }
                 copied = [await self._copy_to(tier, segments, followed, state) for tier, segments in of_version.items()]
-                if copied and not any(copied):
+                if copied and all(each is None for each in copied):
                     return False
         except FileChanged:
             return False
         followed.hold(None)
         return True
 
-    async def _copy_to(self, tier: str, segments: list[Segment], followed: _Followed, state: FileState) -> bool:
+    async def _copy_to(self, tier: str, segments: list[Segment], followed: _Followed, state: FileState) -> int | None:
+        """How many bytes were written. None if the tier has failed."""
         name = state.path.name
         copy = SidecarCopy(self._pool, self._context.tiers[tier], self._run, name, followed.version, segments)
-        return await self._try(tier, lambda: copy.run(state)) is not None
+        return await self._try(tier, lambda: copy.run(state))
 
     async def _complete(self, stored: dict[str, list[Segment]]) -> None:
-        """Copy former versions, and files that are gone, from the tier that has the most of them to the cold tiers that
-        did not answer when they were written."""
-        followed = {(name, each.version) for name, each in self._files.items()}
-        unread = {name for name, each in self._files.items() if not each.version}
-        versions = {(segment.file, segment.version) for segments in stored.values() for segment in segments}
-        for file, version in sorted(each for each in versions - followed if each[0] not in unread):
-            paths = {tier: chain(segments) for tier, segments in _of_version(stored, file, version).items()}
-            ends = {tier: path[-1].end if path else 0 for tier, path in paths.items()}
-            best = max(ends, key=ends.__getitem__)
-            for tier in (tier for tier, end in ends.items() if tier in self._context.cold and end < ends[best]):
-                if (pair := (file, version, best, tier)) in self._differing:
-                    continue  # comparing them again would read the whole file again
-                try:
-                    if not await self._copy_segments(best, tier, paths[best], paths[tier]):
-                        self._differing.add(pair)
-                except TierdError as error:
-                    self._problems[f"{file} version {version} in {tier}"] = error
-
-    async def _copy_segments(self, source: str, target: str, path: list[Segment], there: list[Segment]) -> bool:
-        """False if the target has other bytes of the file. `path`, `there`: the segments in the source and target."""
-        if there:
-            digest, end = hashlib.sha256(), there[-1].end
-            async for segment, _, content in verified_segments(self._context.tiers[source], path):
-                digest.update(content[: max(end - segment.begin, 0)])
-            if short(digest.hexdigest()) != there[-1].after:
-                return False
-        async for segment, raw, _ in verified_segments(self._context.tiers[source], path):
-            await self._context.tiers[target].store.put_bytes(segment.key, raw, if_absent=True)
-        return True
+        """Copy what one tier has of what is not followed any more to the cold tiers that lack it. The former versions
+        of a file wait until its present one is listed, which may begin with their content."""
+        known = {tier: {(each.file, each.version) for each in segments} for tier, segments in stored.items()}
+        cold = [known[tier] for tier in known.keys() & self._context.cold.keys()]
+        followed = {
+            name: each.version if not each.size_bytes or all((name, each.version) in there for there in cold) else 0
+            for name, each in self._files.items()
+        }
+        self._problems |= await self._former.complete(stored, followed)
+        # What had to wait is looked at when a file is copied next.
+        self._compared = frozenset(stored) if all(followed.values()) else frozenset()
+        self._compared_s = self._context.monotonic_s()
 
     def _differs_for_long(self, followed: _Followed) -> bool:
         """Whether the file has differed from its stored bytes for REWRITTEN_S."""
@@ -356,17 +343,18 @@ class SidecarFollower:
             followed.differs_since_s = now_s
         return now_s - followed.differs_since_s >= REWRITTEN_S
 
-    def _report_rewritten(self, name: str, followed: _Followed, state: FileState, stored_bytes: int) -> None:
-        """Raise the alarm. `stored_bytes`: how much of the file's former content is known to be in a tier."""
-        if state.size < stored_bytes:
-            what = f"it has {state.size} bytes, and had {stored_bytes}"
+    def _report(self, name: str, former: int, version: int, state: FileState, stored_bytes: int | None) -> None:
+        """Raise the alarm. `stored_bytes`: how much of the former content was known to be in a tier; None where that is
+        as it was, and another file came to it."""
+        if stored_bytes is None:
+            what = f"another daemon copies another file of this name: both are in version {former}"
+            hint = f"this one goes on, whole, as version {version}: give the files of each node names of their own; "
         else:
-            what = f"its first {stored_bytes} bytes are not what they were"
-        error = Corrupt(
-            f"copy {self._path / name}: {what}",
-            hint=f"its former content stays as version {followed.version}: `tierd sidecars --run {self._run}`; "
-            "docs/RUNBOOK.md#sidecar-file-changed",
-        )
+            lost = state.size < stored_bytes
+            changed = f"its first {stored_bytes} bytes are not what they were"
+            what = f"it has {state.size} bytes, and had {stored_bytes}" if lost else changed
+            hint = f"its former content stays as version {former}: `tierd sidecars --run {self._run}`; "
+        error = Corrupt(f"copy {self._path / name}: {what}", hint=f"{hint}docs/RUNBOOK.md#sidecar-file-changed")
         self._rewritten[name] = self._rewritten.get(name, 0) + 1
         self._context.metrics.sidecar_rewritten_total.labels(self._run).inc()
         self._context.incidents.record(self.name, error)

@@ -1,0 +1,55 @@
+"""Which version of its key a sidecar file goes on in, where two daemons copy different files of one run and name.
+
+A version is of one file. A daemon that finds segments of another file in its own leaves it, and copies its file whole
+into another version. So nothing is lost, however the two begin, and whichever of them is killed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from tierd.context import DaemonContext
+from tierd.errors import Corrupt, Foreign, NotFound
+from tierd.format.sidecar import Segment
+from tierd.transfer.sidecar_copy import FileState, of_other_files
+from tierd.transfer.sidecar_output import read_segment
+
+SPREAD = 8  # versions, of which two daemons that leave one each choose one
+
+
+class SidecarVersions:
+    def __init__(self, context: DaemonContext, rng: random.Random) -> None:
+        self._context, self._random = context, rng
+        self._unsigned: set[str] = set()  # the keys of segments of other files that count for nothing
+
+    async def is_shared(self, of_version: Mapping[str, Sequence[Segment]], state: FileState) -> bool:
+        """Whether a tier has segments of another file in a version. With a key, what it has not signed is none. Raises
+        TierUnreachable."""
+        for name, segments in of_version.items():
+            for each in of_other_files(segments, state):
+                if self._context.tiers[name].keyring is None or await self._is_signed(name, each):
+                    return True
+        return False
+
+    async def _is_signed(self, tier: str, segment: Segment) -> bool:
+        if segment.key in self._unsigned:
+            return False
+        try:
+            await read_segment(self._context.tiers[tier], segment)
+        except NotFound:  # merged since it was listed
+            return False
+        except (Corrupt, Foreign):
+            self._unsigned.add(segment.key)
+            return False
+        return True
+
+    async def next_version(
+        self, version: int, newest: int, later: Mapping[str, Sequence[Segment]], state: FileState, *, is_shared: bool
+    ) -> int:
+        """Where a file goes on that leaves `version`, and why: `is_shared`, or its past has changed. `later`: the
+        segments of the `newest` version, which another daemon that follows the same file may have begun just now."""
+        if newest > version and not await self.is_shared(later, state):
+            return newest
+        # The daemon of the other file leaves the version too, maybe at this moment.
+        return max(newest, version) + (self._random.randint(1, SPREAD) if is_shared else 1)
