@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from pathlib import Path
@@ -31,14 +31,23 @@ def shard(step: int, rank: int) -> bytes:
 
 
 class HandmadeNodes:
-    """The i-th daemon has rank i. Each copies the part of the node that is half of the nodes away."""
+    """The i-th daemon has rank i. Each copies the part of the node that is half of the nodes away. `run`: as of
+    `Daemon.run_with`."""
 
-    def __init__(self, root: Path, count: int, *, more: str = "", sends: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        count: int,
+        *,
+        more: str = "",
+        sends: bool = False,
+        run: Callable[..., object] | None = None,
+    ) -> None:
         cold = f'url = "file://{root / "cold"}"' + ("" if sends else f"\n{SENDS_NOTHING}")
         peers = '[peers]\nlisten = "127.0.0.1:0"'
         self.daemons = [Daemon(root / f"node-{i}", cold=cold, more=f"{more}\n{peers}") for i in range(count)]
         for daemon in self.daemons:
-            daemon.run_with(_run_tierd)
+            daemon.run_with(run or _run_tierd)
         self.ranks: list[Peer] = []
         self.addresses: list[NodeAddress] = []
 
