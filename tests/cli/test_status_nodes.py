@@ -57,6 +57,26 @@ def test_status_shows_every_node_and_what_it_lacks(tmp_path: Path) -> None:
         nodes.daemons[3].signal(signal.SIGCONT)
 
 
+def test_nodes_of_the_start_before_are_no_nodes_of_this_one(tmp_path: Path) -> None:
+    """The ranks tell their daemons the nodes at the first snapshot. One node has gone; the others have other ranks."""
+    with handmade_nodes(tmp_path, 3) as nodes:
+        nodes.save(1)
+        for rank in nodes.ranks:
+            rank.close()
+        lost, *others = nodes.daemons
+        lost.kill()
+        assert [each["ranks"] for each in roster(nodes, 1)] == [[0], [1], [2]]
+        again = nodes.start_on(others[::-1], tells=False)
+        for daemon in others:
+            status = daemon.json("status")
+            (run,) = status["runs"]
+            assert run["generation"] == 2
+            assert "roster" not in run["nodes"]
+            assert not [alarm for alarm in status["alarms"] if "do not answer" in alarm["what"]]
+        for rank in again.ranks:
+            rank.close()
+
+
 @pytest.mark.parametrize("count", [3, 2048])
 def test_many_nodes_are_a_short_table_of_80_columns(count: int, capsys: pytest.CaptureFixture[str]) -> None:
     def part(step: int) -> NewestPart:

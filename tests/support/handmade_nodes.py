@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from pathlib import Path
@@ -53,13 +53,17 @@ class HandmadeNodes:
 
     def half(self, first: int, last: int) -> HandmadeNodes:
         """A start of the run on these daemons alone."""
-        half = copy(self)
-        half.daemons, half.ranks, half.addresses = self.daemons[first:last], [], []
-        half.join()
-        return half
+        return self.start_on(self.daemons[first:last])
 
-    def join(self) -> None:
-        """All ranks join, and tell their daemons the nodes."""
+    def start_on(self, daemons: Sequence[Daemon], *, tells: bool = True) -> HandmadeNodes:
+        """A later start of the run, with a rank on each of these daemons. `tells`: as of `join`."""
+        start = copy(self)
+        start.daemons, start.ranks, start.addresses = list(daemons), [], []
+        start.join(tells=tells)
+        return start
+
+    def join(self, *, tells: bool = True) -> None:
+        """All ranks join. `tells`: they tell their daemons the nodes, as they do at the first snapshot."""
         count = len(self.daemons)
         node = wire.NodeRanks(ranks=[0], lowest=list(range(count)))
         generation: int | None = None
@@ -74,6 +78,8 @@ class HandmadeNodes:
             self.addresses.append(NodeAddress(ranks=[rank], peer=welcome.peer))
             peer.attach(0, size_bytes=1 << 18)
             peer.attach(1, size_bytes=1 << 18)
+        if not tells:
+            return
         self.tell_roster()
         for rank, peer in enumerate(self.ranks):
             owner = (rank + count // 2) % count

@@ -65,8 +65,8 @@ def take_roster(context: DaemonContext, run: Run, generation: Generation, descri
     nodes = decode_roster(read_sealed(descriptor, size_max=ROSTER_BYTES_MAX), run, context.memory.world_size(run))
     for gone in context.rosters.keys() - {*context.memory.runs(), *context.catalog.runs()}:
         del context.rosters[gone]
-    if context.memory.node(run) is not None:
-        context.rosters[run] = Roster(generation, nodes)
+    if (node := context.memory.node(run)) is not None:
+        context.rosters[run] = Roster(generation, nodes, node.ranks)
 
 
 def copy_from_partner(context: DaemonContext, session: TrainerSession, message: wire.Partner) -> None:
