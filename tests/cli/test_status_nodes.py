@@ -61,8 +61,7 @@ def test_nodes_of_the_start_before_are_no_nodes_of_this_one(tmp_path: Path) -> N
     """The ranks tell their daemons the nodes at the first snapshot. One node has gone; the others have other ranks."""
     with handmade_nodes(tmp_path, 3) as nodes:
         nodes.save(1)
-        for rank in nodes.ranks:
-            rank.close()
+        nodes.close()
         lost, *others = nodes.daemons
         lost.kill()
         assert [each["ranks"] for each in roster(nodes, 1)] == [[0], [1], [2]]
@@ -72,9 +71,8 @@ def test_nodes_of_the_start_before_are_no_nodes_of_this_one(tmp_path: Path) -> N
             (run,) = status["runs"]
             assert run["generation"] == 2
             assert "roster" not in run["nodes"]
-            assert not [alarm for alarm in status["alarms"] if "do not answer" in alarm["what"]]
-        for rank in again.ranks:
-            rank.close()
+            assert not [alarm for alarm in status["alarms"] if "do not answer" in alarm["message"]]
+        again.close()
 
 
 @pytest.mark.parametrize("count", [3, 2048])

@@ -93,6 +93,11 @@ class HandmadeNodes:
             peer.send(wire.Roster(), descriptor)
             os.close(descriptor)
 
+    def close(self) -> None:
+        """All ranks leave."""
+        for peer in self.ranks:
+            peer.close()
+
     def seal(self, rank: int, step: int, **fields: Any) -> None:
         self.ranks[rank].seal(step % 2, step, shard(step, rank), number=step, **fields)
 
@@ -133,6 +138,6 @@ def handmade_nodes(root: Path, count: int, **options: Any) -> Generator[Handmade
     with ExitStack() as stack:
         for daemon in nodes.daemons:
             stack.enter_context(daemon)
-        stack.callback(lambda: [peer.close() for peer in nodes.ranks])
+        stack.callback(nodes.close)
         nodes.join()
         yield nodes
