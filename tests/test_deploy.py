@@ -327,13 +327,15 @@ def test_memory_of_the_daemon_is_bounded_and_has_room() -> None:
 # ── kubernetes-nodes.yaml ──
 
 
-def test_jobset_has_jobs_that_fit_the_schema_and_agree_with_the_training() -> None:
+def test_jobset_has_jobs_that_fit_the_schema_and_agree_with_the_training(tmp_path: Path) -> None:
     """The schema of JobSet itself is not in this release of Kubernetes; that of its jobs and of the config is."""
     found = yaml.safe_load_all((DEPLOY / "kubernetes-nodes.yaml").read_text(encoding="utf-8"))
     config_map, jobset = found
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     kubernetes_validate.validate(config_map, KUBERNETES, strict=True)
-    assert config_map == documents()["ConfigMap"]
+    alone = documents()["ConfigMap"]
+    config_map["data"]["tierd.toml"], _, peers = config_map["data"]["tierd.toml"].partition("\n[peers]\n")
+    assert config_map == alone
     (nodes,) = jobset["spec"]["replicatedJobs"]
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": nodes["name"]}, **nodes["template"]}
     kubernetes_validate.validate(job, KUBERNETES, strict=True)
@@ -345,7 +347,13 @@ def test_jobset_has_jobs_that_fit_the_schema_and_agree_with_the_training() -> No
     assert options["nnodes"] == str(spec["parallelism"])
     assert options["nproc-per-node"] == inner["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
     assert options["master-addr"] == f"{jobset['metadata']['name']}-{nodes['name']}-0-0.{jobset['metadata']['name']}"
-    # The sidecar is the same as of one node, and the volumes too, except for the hot tier.
+    # The sidecar is the same as of one node, except for the other nodes, and the volumes too, except for the hot tier.
+    (daemon,) = inner["initContainers"]
+    advertise, port = daemon["env"].pop(), daemon["ports"].pop()
+    assert advertise == {"name": "TIERD_PEERS_ADVERTISE", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    (tmp_path / "tierd.toml").write_text(f"[peers]\n{peers}")
+    found = config_file.load("tierd.toml", environ={advertise["name"]: "10.1.2.3"}, cwd=tmp_path)
+    assert (found.peers.listen, found.peers_host) == (f"0.0.0.0:{port['containerPort']}", "10.1.2.3")
     assert inner["initContainers"] == pod()["initContainers"]
     assert inner["securityContext"] == pod()["securityContext"]
     differing = [one["name"] for one, other in zip(inner["volumes"], pod()["volumes"], strict=True) if one != other]

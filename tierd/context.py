@@ -85,10 +85,12 @@ class Partner(NamedTuple):
 
 
 class Roster(NamedTuple):
-    """The nodes of a generation, as its ranks have told."""
+    """The nodes of a generation, as its ranks have told. `own_ranks`: of this node in it; in a later one they may be on
+    another node."""
 
     generation: Generation
     nodes: list[NodeAddress]
+    own_ranks: list[int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,9 +167,10 @@ class DaemonContext:
         return newest > generation and not self.catalog.claims.was_claimed_here(run, newest)
 
     def other_nodes(self, run: Run) -> list[NodeAddress]:
-        """The nodes of the run but this one, as far as the trainers have told them."""
-        own, roster = self.memory.node(run), self.rosters.get(run)
-        return [node for node in roster.nodes if own is None or node.ranks != own.ranks] if roster is not None else []
+        """The nodes of the run but this one, as far as the trainers have told them. Until those of a new start do, the
+        nodes of the one before."""
+        roster = self.rosters.get(run)
+        return [node for node in roster.nodes if node.ranks != roster.own_ranks] if roster is not None else []
 
     def new_claim(self) -> Claim:
         """A new claim of a start on this node."""

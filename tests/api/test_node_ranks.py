@@ -15,6 +15,8 @@ from tierd.errors import BadConfig, BadRequest, Stale
 from tierd.format.claim import Claim
 from tierd.format.ids import GENERATION_SEEN_MAX, Generation
 from tierd.format.node_messages import NodeRanks
+from tierd.format.signature import Keyring, new_key
+from tierd.tiers.tier import Tier
 
 FIRST = Generation(1)
 BITS = "0123456789abcdef" * 2
@@ -69,6 +71,22 @@ async def test_cold_tier_without_the_claim_is_not_that_of_the_other_nodes(tmp_pa
     async with rooms_at(tmp_path) as rooms:
         with pytest.raises(BadConfig, match="cold of this node has no claim of it"):
             await confirm(rooms)
+
+
+@pytest.mark.parametrize("who", ["rank 0", "this node", "both"])
+async def test_node_with_another_key_than_that_of_rank_0_is_refused_by_that_name(tmp_path: Path, who: str) -> None:
+    """What it commits, the others would not read."""
+    own = None if who == "rank 0" else Keyring([new_key()])
+    others = None if who == "this node" else Keyring([new_key()])
+    async with rooms_at(tmp_path, keyring=own) as rooms:
+        cold = rooms.cold["cold"]
+        home = Tier("cold", cold.store, keyring=others)
+        assert await home.claim_generation(RUN, FIRST, Claim(node="home", claim=BITS))
+        said = "its claim in cold is signed, and this node has no key" if own is None else "check the signature of "
+        with pytest.raises(BadConfig, match=said) as caught:
+            await confirm(rooms)
+        assert "the same security.key_file" in caught.value.hint
+        assert await rooms.hot.claim(RUN, FIRST) is None
 
 
 async def test_claim_of_another_start_is_stale(tmp_path: Path) -> None:

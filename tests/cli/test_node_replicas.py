@@ -61,6 +61,19 @@ def test_parts_of_all_nodes_are_one_checkpoint_and_what_is_missing_is_named(tmp_
         assert_nothing(tmp_path / "lost")
 
 
+def test_parts_are_found_when_the_ranks_have_just_been_placed_elsewhere(tmp_path: Path) -> None:
+    """The daemon was told the nodes by the start before, in which its node had other ranks."""
+    with handmade_nodes(tmp_path, 2) as nodes:
+        nodes.save(1)
+        nodes.close()
+        shutil.rmtree(nodes.daemons[0].hot / ".peers")
+        again = nodes.start_on(nodes.daemons[::-1], tells=False)
+        code, restored, noted = restore(nodes, 0, tmp_path / "all", "--tier", "hot")
+        assert (code, restored.get("step")) == (0, 1), noted
+        assert_whole(tmp_path / "all", 1, 2)
+        again.close()
+
+
 def test_one_node_of_two_has_all_with_its_copy_and_needs_no_daemon(tmp_path: Path) -> None:
     with handmade_nodes(tmp_path, 2) as nodes:
         nodes.save(1)
@@ -210,7 +223,7 @@ def test_node_without_tls_where_this_one_needs_it_is_named(tmp_path: Path) -> No
     with ExitStack() as stack:
         for daemon in nodes.daemons:
             stack.enter_context(daemon)
-        stack.callback(lambda: [peer.close() for peer in nodes.ranks])
+        stack.callback(nodes.close)
         nodes.join()
         nodes.save(1, copied=False)
         code, _, noted = restore(nodes, 0, tmp_path / "found", "--tier", "hot")

@@ -12,6 +12,7 @@ import pytest
 from tests.support.handmade_nodes import HandmadeNodes, handmade_nodes
 from tests.support.waiting import wait_until
 from tierd.cli.roster_table import print_roster
+from tierd.format.peers import NodeAddress
 from tierd.status.node_reports import NewestPart, NodeReport
 from tierd.tiers.node_parts import ASK_S
 from tierd.workers.roster_reader import REUSE_S
@@ -55,6 +56,35 @@ def test_status_shows_every_node_and_what_it_lacks(tmp_path: Path) -> None:
         assert max(map(len, lines[begin : begin + 10])) <= 80
         assert "\x1b" not in printed
         nodes.daemons[3].signal(signal.SIGCONT)
+
+
+def test_nodes_of_the_start_before_are_no_nodes_of_this_one(tmp_path: Path) -> None:
+    """The ranks tell their daemons the nodes at the first snapshot. One node has gone; the others have other ranks."""
+    with handmade_nodes(tmp_path, 3) as nodes:
+        nodes.save(1)
+        nodes.close()
+        lost, *others = nodes.daemons
+        lost.kill()
+        assert [each["ranks"] for each in roster(nodes, 1)] == [[0], [1], [2]]
+        again = nodes.start_on(others[::-1], tells=False)
+        for daemon in others:
+            status = daemon.json("status")
+            (run,) = status["runs"]
+            assert run["generation"] == 2
+            assert "roster" not in run["nodes"]
+            assert not [alarm for alarm in status["alarms"] if "do not answer" in alarm["message"]]
+        again.close()
+
+
+def test_node_without_peers_is_no_node_that_does_not_answer(tmp_path: Path) -> None:
+    with handmade_nodes(tmp_path, 2) as nodes:
+        nodes.addresses[0] = NodeAddress(ranks=[0])
+        nodes.tell_roster()
+        wait_until(lambda: not roster(nodes, 1)[0]["address"], "the daemon to note it")
+        printed = nodes.daemons[1].tierd("status").stdout
+        assert "NO ANSWER" not in printed
+        assert "do not answer" not in printed
+        assert "  not asked, because peers.listen is not set there: ranks 0" in printed.splitlines()
 
 
 @pytest.mark.parametrize("count", [3, 2048])

@@ -43,17 +43,20 @@ def resumed(daemons: list[Daemon], world_size: int) -> tuple[set[tuple[int, str]
 
 
 def test_a_node_after_its_node_file(tmp_path: Path) -> None:
-    """Nothing is lost: the others commit what it has sent."""
-    with nodes(tmp_path) as (a, b), connected([a, b], 2) as trainers:
-        together(trainers, "restore")
-        together(trainers, "train", 1)
-        a.signal(signal.SIGSTOP)  # it seals later, and then commits
-        for trainer in trainers:
-            trainer.begin("snapshot")
-        wait_until((cold_folder(tmp_path, 1) / "node-00001-of-00002.json").exists, "the part of the second node")
-        b.kill()
-        a.signal(signal.SIGCONT)
-        wait_until((cold_folder(tmp_path, 1) / "manifest.json").exists, "the commit by the first node")
+    """Nothing is lost: the others commit what it has sent, and a spare with an empty disk takes its place."""
+    with nodes(tmp_path, "a", "b", "spare") as (a, b, spare):
+        with connected([a, b], 2) as trainers:
+            together(trainers, "restore")
+            together(trainers, "train", 1)
+            a.signal(signal.SIGSTOP)  # it seals later, and then commits
+            together(trainers, "snapshot")
+            digests = together(trainers, "digest")
+            wait_until((cold_folder(tmp_path, 1) / "node-00001-of-00002.json").exists, "the part of the second node")
+            b.kill()
+            shutil.rmtree(b.hot)
+            a.signal(signal.SIGCONT)
+            wait_until((cold_folder(tmp_path, 1) / "manifest.json").exists, "the commit by the first node")
+        assert resumed([a, spare], 2) == ({(1, "cold")}, digests)
 
 
 @pytest.mark.long
@@ -169,7 +172,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.mark.long
 def test_one_node_is_cut_off_from_the_bucket(tmp_path: Path) -> None:
-    """Commits wait for it, and nothing is lost."""
+    """Commits wait for it, its ranks are named, and nothing is lost."""
     cut_off: set[str] = set()
     with ExitStack() as stack:
         upstream = stack.enter_context(bucket_server()).url
@@ -191,8 +194,16 @@ def test_one_node_is_cut_off_from_the_bucket(tmp_path: Path) -> None:
         together(trainers, "durable")
         wait_until(lambda: "503" in daemons[1].log, "an upload that fails")
         assert all((daemon.hot / "run" / "000000000003-g0001").is_dir() for daemon in daemons)
+        missing = 'tierd_commit_missing_ranks{run="run",tier="cold"}'
+        wait_until(lambda: daemons[0].metric(missing) == 1, "the metric of what is missing")
+        (run,) = daemons[0].status()["runs"]
+        assert (run["nodes"]["awaited"]["cold"]["step"], run["nodes"]["awaited"]["cold"]["ranks"]) == (2, [1])
+        assert "waits for the parts of ranks 1 of 2, of other nodes" in daemons[0].tierd("status").stdout
+        in_cold = {"ranks": [0], "world_size": 2}
+        wait_until(lambda: daemons[0].json("ls")[0]["parts"].get("cold") == in_cold, "`ls` to name the part in cold")
         cut_off.clear()
         together(trainers, "wait_replicated", timeout_s=100)
+        wait_until(lambda: daemons[0].metric(missing) == 0, "the metric to fall")
 
 
 @pytest.mark.long

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from tierd_client import TierUnreachable
 
-from tests.support.nodes import connected, nodes
+from tests.support.nodes import connected, nodes, run_watchful
 from tests.support.trainer import refusals, together
 from tests.support.waiting import wait_until
+from tierd.workers import committer
 
 OVER_NODES = ("cold.node_file", "cold.part_sent", "cold.assemble", "cold.assembled")
 
@@ -59,6 +62,41 @@ def test_a_daemon_that_is_killed_delays_the_commit_only(tmp_path: Path, *, is_ho
             manifest = tmp_path / "cold" / "run" / f"{step:012d}-g0001" / "manifest.json"
             wait_until(manifest.exists, f"the commit after {failpoint}")
             together(trainers, "wait_replicated", timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    "failpoint", [pytest.param("cold.assemble", id="before the PUT"), pytest.param("cold.assembled", id="its answer")]
+)
+def test_the_committer_dies_before_the_put_or_its_answer(tmp_path: Path, failpoint: str) -> None:
+    """It does not come back. The daemon of another node commits, or finds the same bytes there."""
+    with nodes(tmp_path) as (home, other):
+        other.kill()
+        other.run_with(run_impatient)
+        other.start()
+        with connected([home, other], 2) as trainers:
+            together(trainers, "restore")
+            home.restart_armed(f"{failpoint}=kill@1")
+            home.wait_attached()
+            together(trainers, "train", 1)
+            together(trainers, "snapshot")
+            digests = together(trainers, "digest")
+            assert home.wait_exit() == -signal.SIGKILL
+            trainers[1].wait_replicated()
+        home.restart_armed("")
+        other.kill()
+        shutil.rmtree(other.hot)
+        other.start()
+        with connected([home, other], 2) as trainers:
+            assert {(each.step, each.tier) for each in together(trainers, "restore")} == {(1, "cold")}
+            assert together(trainers, "digest") == digests
+        assert home.json("verify", "--tier", "cold")[0]["problems"] == []
+
+
+def run_impatient(arguments: list[str], environ: Mapping[str, str], log: str) -> None:
+    """A daemon that waits only a moment for the one of rank 0."""
+    committer.LIST_MIN_S = committer.YIELD_MIN_S = 0.1
+    committer.LIST_MAX_S = committer.YIELD_MAX_S = 0.5
+    run_watchful(arguments, environ, log)
 
 
 def test_a_part_whose_node_died_is_no_checkpoint_for_anyone(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ nothing to cold, so that no checkpoint of the last steps becomes whole there.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -17,7 +19,7 @@ from tests.e2e.test_nodes_restore import hold_cold, restart, save
 from tests.support.cli import flip_a_bit
 from tests.support.daemon import Daemon
 from tests.support.nodes import connect_on
-from tests.support.trainer import Trainer, joined, together
+from tests.support.trainer import Trainer, Training, joined, together
 from tests.support.waiting import wait_until
 
 
@@ -45,13 +47,16 @@ def copies(daemon: Daemon) -> list[int]:
     return sorted(int(path.parent.name.partition("-")[0]) for path in found)
 
 
-def assert_restored(daemons: Sequence[Daemon], digests: list[str], *, tier: str = "") -> None:
-    """New trainers go on at step 1 with the same state. `tier`: from there; empty: from any."""
+def assert_restored(
+    daemons: Sequence[Daemon], digests: list[str], *, tier: str = "", tiers: Sequence[str] = ()
+) -> None:
+    """New trainers go on at step 1 with the same state. `tier`: from there; `tiers`: each from there; else from any."""
     with joined(daemons[0].root, 4, seed=2) as trainers:
         connect_on(daemons, trainers)
         found = together(trainers, "restore")
         assert [each.step for each in found] == [1] * 4
         assert not tier or {each.tier for each in found} == {tier}
+        assert not tiers or [each.tier for each in found] == list(tiers)
         assert together(trainers, "digest") == digests
 
 
@@ -79,6 +84,49 @@ def test_a_node_persisted_and_copied_and_a_spare_comes(tmp_path: Path) -> None:
             safe(trainers)
             wait_until(lambda: copies(first)[-1:] == copies(spare)[-1:] == [3], "copies of the new generation")
         assert not left_behind([first, spare])
+
+
+def test_a_node_staging(tmp_path: Path) -> None:
+    """It dies while its ranks copy their state. The others have sealed nothing: they have the step before in memory."""
+    with peers(tmp_path, "a", "b", "spare") as (first, second, spare):
+        with joined(tmp_path, 4) as trainers:
+            connect_on([first, second], trainers)
+            together(trainers, "restore")
+            hold_cold(second)
+            digests = safe(trainers)
+            together(trainers, "train", 1)
+            trainers[3].apply(_stage_for_ever, began := tmp_path / "began")
+            for trainer in trainers:
+                trainer.begin("snapshot")
+            wait_until(began.exists, "the last rank to stage")
+        lose(second)
+        assert_restored([first, spare], digests, tiers=["memory"] * 2 + ["peer"] * 2)
+
+
+def _stage_for_ever(training: Training, began: Path) -> None:
+    def stage(*_: object) -> NoReturn:
+        began.touch()
+        while True:
+            time.sleep(1.0)
+
+    training.client._snapshotter._stager.begin = stage
+
+
+def test_a_node_just_sealed(tmp_path: Path) -> None:
+    """It dies when its snapshot is in its memory only. The others have persisted theirs: the step before is in hot."""
+    with peers(tmp_path, "a", "b", "spare") as (first, second, spare):
+        with joined(tmp_path, 4) as trainers:
+            connect_on([first, second], trainers)
+            together(trainers, "restore")
+            hold_cold(second)
+            digests = safe(trainers)
+            (second.hot / "run" / "000000000002-g0001").write_text("")  # a file where the folder of its part would be
+            together(trainers, "train", 1)
+            together(trainers, "snapshot")
+            trainers[0].wait_persisted()
+            wait_until(lambda: "persist" in {each["stage"] for each in second.status()["failures"]}, "an attempt")
+        lose(second)
+        assert_restored([first, spare], digests, tiers=["hot"] * 2 + ["peer"] * 2)
 
 
 @pytest.mark.long

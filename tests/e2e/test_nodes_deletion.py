@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import ExitStack
 from pathlib import Path
 
+from tests.e2e.test_nodes import run_impatient
 from tests.support.handmade_nodes import RUN, HandmadeNodes, handmade_nodes, layout_name
 from tests.support.waiting import wait_until
 
@@ -49,3 +52,23 @@ def test_milestone_that_another_node_has_set_outlives_the_deletion_by_home(tmp_p
         assert "from cold" in home.log
         assert "from cold" not in other.log
         assert home.json("ls", "--run", RUN)[-1]["milestone"] == "best"
+
+
+def test_without_the_daemon_of_home_another_one_commits_and_deletion_waits_for_the_next_home(tmp_path: Path) -> None:
+    with handmade_nodes(tmp_path, 3, sends=True, more=KEEP_ONE, run=run_impatient) as nodes, ExitStack() as stack:
+        home, *others = nodes.daemons
+        save(nodes, tmp_path, 1)
+        home.restart_armed("cold.assemble=kill@1")
+        start = nodes.start_on(nodes.daemons)
+        stack.callback(start.close)
+        for rank in range(3):
+            start.seal(rank, 2)
+        assert home.wait_exit() == -signal.SIGKILL
+        for other in others:
+            wait_until(lambda other=other: other.steps("cold") == [1, 2], "each daemon to know of the commit")
+        assert committed(tmp_path) == [1, 2]
+        assert all("from cold" not in other.log for other in others)
+        next_start = nodes.start_on(others)
+        stack.callback(next_start.close)
+        next_start.save(4, copied=False)
+        wait_until(lambda: committed(tmp_path) == [4], "the next home to delete what its policy does not keep")

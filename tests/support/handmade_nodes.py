@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from pathlib import Path
@@ -31,26 +31,39 @@ def shard(step: int, rank: int) -> bytes:
 
 
 class HandmadeNodes:
-    """The i-th daemon has rank i. Each copies the part of the node that is half of the nodes away."""
+    """The i-th daemon has rank i. Each copies the part of the node that is half of the nodes away. `run`: as of
+    `Daemon.run_with`."""
 
-    def __init__(self, root: Path, count: int, *, more: str = "", sends: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        count: int,
+        *,
+        more: str = "",
+        sends: bool = False,
+        run: Callable[..., object] | None = None,
+    ) -> None:
         cold = f'url = "file://{root / "cold"}"' + ("" if sends else f"\n{SENDS_NOTHING}")
         peers = '[peers]\nlisten = "127.0.0.1:0"'
         self.daemons = [Daemon(root / f"node-{i}", cold=cold, more=f"{more}\n{peers}") for i in range(count)]
         for daemon in self.daemons:
-            daemon.run_with(_run_tierd)
+            daemon.run_with(run or _run_tierd)
         self.ranks: list[Peer] = []
         self.addresses: list[NodeAddress] = []
 
     def half(self, first: int, last: int) -> HandmadeNodes:
         """A start of the run on these daemons alone."""
-        half = copy(self)
-        half.daemons, half.ranks, half.addresses = self.daemons[first:last], [], []
-        half.join()
-        return half
+        return self.start_on(self.daemons[first:last])
 
-    def join(self) -> None:
-        """All ranks join, and tell their daemons the nodes."""
+    def start_on(self, daemons: Sequence[Daemon], *, tells: bool = True) -> HandmadeNodes:
+        """A later start of the run, with a rank on each of these daemons. `tells`: as of `join`."""
+        start = copy(self)
+        start.daemons, start.ranks, start.addresses = list(daemons), [], []
+        start.join(tells=tells)
+        return start
+
+    def join(self, *, tells: bool = True) -> None:
+        """All ranks join. `tells`: they tell their daemons the nodes, as they do at the first snapshot."""
         count = len(self.daemons)
         node = wire.NodeRanks(ranks=[0], lowest=list(range(count)))
         generation: int | None = None
@@ -65,6 +78,8 @@ class HandmadeNodes:
             self.addresses.append(NodeAddress(ranks=[rank], peer=welcome.peer))
             peer.attach(0, size_bytes=1 << 18)
             peer.attach(1, size_bytes=1 << 18)
+        if not tells:
+            return
         self.tell_roster()
         for rank, peer in enumerate(self.ranks):
             owner = (rank + count // 2) % count
@@ -77,6 +92,11 @@ class HandmadeNodes:
             descriptor = sealed_memory("nodes", msgspec.json.encode(self.addresses))
             peer.send(wire.Roster(), descriptor)
             os.close(descriptor)
+
+    def close(self) -> None:
+        """All ranks leave."""
+        for peer in self.ranks:
+            peer.close()
 
     def seal(self, rank: int, step: int, **fields: Any) -> None:
         self.ranks[rank].seal(step % 2, step, shard(step, rank), number=step, **fields)
@@ -118,6 +138,6 @@ def handmade_nodes(root: Path, count: int, **options: Any) -> Generator[Handmade
     with ExitStack() as stack:
         for daemon in nodes.daemons:
             stack.enter_context(daemon)
-        stack.callback(lambda: [peer.close() for peer in nodes.ranks])
+        stack.callback(nodes.close)
         nodes.join()
         yield nodes

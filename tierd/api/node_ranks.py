@@ -16,16 +16,31 @@ import msgspec
 from tierd.api.session import TrainerSession
 from tierd.context import DaemonContext, Partner, Roster
 from tierd.descriptors import read_sealed
-from tierd.errors import UNDECODABLE, BadConfig, BadRequest, Full, Stale, TierdError, TierUnreachable, text_of
+from tierd.errors import (
+    UNDECODABLE,
+    BadConfig,
+    BadRequest,
+    Corrupt,
+    Foreign,
+    Full,
+    NotFound,
+    Stale,
+    TierdError,
+    TierUnreachable,
+    text_of,
+)
 from tierd.format import layout, wire
 from tierd.format.ids import Generation, Run
 from tierd.format.node_file import CLAIM_DIGITS
 from tierd.format.node_messages import NodeRanks
 from tierd.format.peers import ROSTER_BYTES_MAX, NodeAddress
+from tierd.format.signature import without_signature
+from tierd.tiers.tier import Tier
 from tierd.workers.peer_fetcher import check_address
 
 log = logging.getLogger("tierd")
 
+_HINT_KEY = "name the same security.key_file in the config of all nodes: docs/RUNBOOK.md#foreign-checkpoints"
 COLD_TIMEOUT_S = 20.0  # a tier that takes longer counts as one that cannot be reached
 
 
@@ -65,8 +80,8 @@ def take_roster(context: DaemonContext, run: Run, generation: Generation, descri
     nodes = decode_roster(read_sealed(descriptor, size_max=ROSTER_BYTES_MAX), run, context.memory.world_size(run))
     for gone in context.rosters.keys() - {*context.memory.runs(), *context.catalog.runs()}:
         del context.rosters[gone]
-    if context.memory.node(run) is not None:
-        context.rosters[run] = Roster(generation, nodes)
+    if (node := context.memory.node(run)) is not None:
+        context.rosters[run] = Roster(generation, nodes, node.ranks)
 
 
 def copy_from_partner(context: DaemonContext, session: TrainerSession, message: wire.Partner) -> None:
@@ -97,7 +112,8 @@ async def confirm_node_claim(context: DaemonContext, run: Run, generation: Gener
     that copies to a tier without it begin with the same claim, and ranks that come back wait for no cold tier. A claim
     that is found counts as seen: this node may have missed any number of starts before.
 
-    Raises BadConfig when the tiers that can be reached have no claim of the generation, Stale when they have another.
+    Raises BadConfig when the tiers that can be reached have no claim of the generation, or one by another key, Stale
+    when they have that of another start.
     """
     if not context.cold:
         raise needs_cold_tier(run)
@@ -115,7 +131,11 @@ async def confirm_node_claim(context: DaemonContext, run: Run, generation: Gener
     for tier in context.cold.values():
         try:
             async with asyncio.timeout(COLD_TIMEOUT_S):
+                if why := await _other_key(tier, run, generation):
+                    raise BadConfig(f"{action}: {why}", hint=_HINT_KEY)
                 claim = await tier.claim(run, generation)
+        except BadConfig:
+            raise
         except (TierdError, TimeoutError) as error:
             log.warning("%s: look for its claim in %s: %s", action, tier.name, text_of(error))
             continue
@@ -137,3 +157,16 @@ async def confirm_node_claim(context: DaemonContext, run: Run, generation: Gener
             raise Stale(f"{action}: another start has claimed it in hot")
     except (Full, TierUnreachable) as error:
         log.warning("%s: note its claim in hot: %s", action, error)
+
+
+async def _other_key(tier: Tier, run: Run, generation: Generation) -> str:
+    """Why the claim shows that the node of rank 0 has another key than this one, or that only one of them has a key:
+    then neither reads what the other writes. Empty if it does not, or there is no claim."""
+    try:
+        raw = await tier.marker_bytes(layout.generation_key(run, generation))
+    except Foreign as error:
+        return error.message
+    except (NotFound, Corrupt):
+        return ""
+    is_signed = without_signature(raw) != raw
+    return f"its claim in {tier.name} is signed, and this node has no key" if is_signed and not tier.keyring else ""

@@ -21,7 +21,7 @@ from tierd.cli.console import now, print_report, print_result
 from tierd.cli.forecast_checks import Planned, forecast_advice
 from tierd.cli.opened_tiers import open_tiers, open_unlisted
 from tierd.cli.options import Settings, check_tier, settings_of
-from tierd.cli.peer_checks import check_peers
+from tierd.cli.peer_checks import check_peers, check_shared_cold
 from tierd.cli.watch_checks import check_watches
 from tierd.cold_tier import exposed
 from tierd.config import file as config_file
@@ -113,7 +113,9 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
         found += await asyncio.to_thread(lambda: list(check_watches(loaded)))
         found += [*limits(), socket(loaded), *_daemon(loaded)]
         with suppress(DaemonUnreachable):  # reported above
-            found += [advice async for advice in check_peers(loaded, daemon_http.find(loaded).status)]
+            status = daemon_http.find(loaded).status
+            found += [advice async for advice in check_shared_cold(loaded, status)]
+            found += [advice async for advice in check_peers(loaded, status)]
     return found
 
 

@@ -13,10 +13,11 @@ RANKS_CHARS_MAX = 14
 
 
 def print_roster(roster: Sequence[NodeReport]) -> None:
-    silent = [node for node in roster if node.problem]
+    unknown = [node for node in roster if node.problem]
+    silent, unserved = [node for node in unknown if node.address], [node for node in unknown if not node.address]
     steps = [node.persisted for node in roster if node.persisted is not None]
     newest = max(steps, key=lambda part: (part.generation, part.step), default=None)
-    print_result(f"  nodes      {len(roster) - len(silent)} of {len(roster)} answer")
+    print_result(f"  nodes      {len(roster) - len(unknown)} of {len(roster)} answer")
     shown = roster
     if len(roster) > ROWS_MAX:
         shown = [node for node in roster if node.problem or node.lacks_part or node.lacks_copy or node.is_here][
@@ -27,7 +28,7 @@ def print_roster(roster: Sequence[NodeReport]) -> None:
         [
             [
                 f"  {_short(ranks_text(node.ranks))}",
-                "no answer" if node.problem else _step(node.persisted),
+                ("no answer" if node.address else "unknown") if node.problem else _step(node.persisted),
                 "" if node.problem else _step(node.copied),
                 "" if node.copy_lag_s is None else duration(node.copy_lag_s),
                 (node.address or "none") + (" (here)" if node.is_here else ""),
@@ -40,6 +41,9 @@ def print_roster(roster: Sequence[NodeReport]) -> None:
         print_result(f"  … and {len(roster) - len(shown)} more nodes: --json has all")
     for node in silent[:ROWS_MAX]:
         print_result(f"  NO ANSWER from ranks {_short(ranks_text(node.ranks))}: {node.problem}")
+    if unserved:
+        ranks = ranks_text(sorted(rank for node in unserved for rank in node.ranks))
+        print_result(f"  not asked, because peers.listen is not set there: ranks {_short(ranks)}")
     if newest is not None:
         _print_lacking(f"step {newest.step}", [node for node in roster if node.lacks_part])
         _print_lacking(f"the copy of step {newest.step}", [node for node in roster if node.lacks_copy])

@@ -312,7 +312,12 @@ def _of_nodes(run: RunReport) -> Iterator[Alarm]:
             what = f"{run.run} commits nothing in {tier}: {missing}"
             yield _alarm("TierdCommitStalled", WARNING, what, "commit-stalled", "tierd status")
     roster = nodes.roster or []
-    if (silent := [node for node in roster if node.problem]) and run.state in ("running", "lost", "failed"):
+    # A node without an address is not asked: its config has no peers.listen.
+    if (silent := [node for node in roster if node.problem and node.address]) and run.state in (
+        "running",
+        "lost",
+        "failed",
+    ):
         ranks = ranks_text(sorted(rank for node in silent for rank in node.ranks))
         what = f"{len(silent)} of {len(roster)} nodes of {run.run} do not answer (ranks {ranks}): {silent[0].problem}"
         yield _alarm("TierdDown", CRITICAL, what, "node-lost", "tierd status")
