@@ -108,9 +108,11 @@ def disk_path() -> Iterator[Path]:
 
 
 @pytest.fixture
-def checkpoints_examined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemons of tests/support/daemon.py examine checkpoints, as they do by default outside of tests."""
+def checkpoints_examined(monkeypatch: pytest.MonkeyPatch, warm_program: str) -> None:
+    """The daemons of tests/support/daemon.py examine checkpoints, as they do by default outside of tests; here the
+    program that does it is forked."""
     monkeypatch.setenv("TIERD_HEALTH_EXAMINE", "true")
+    monkeypatch.setenv("TESTS_PYTHON", warm_program)
 
 
 @pytest.fixture(scope="session")
