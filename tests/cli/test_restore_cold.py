@@ -152,6 +152,7 @@ def is_silent(served: Bucket) -> None:
     served.script = lambda operation, key: "silence"
 
 
+@pytest.mark.long
 def test_silent_bucket_is_given_up_and_the_other_tiers_are_shown(
     buckets: tuple[House, Bucket, Bucket], monkeypatch: pytest.MonkeyPatch
 ) -> None:

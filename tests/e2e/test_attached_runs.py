@@ -58,6 +58,7 @@ def run_of(daemon: Daemon) -> dict[str, Any]:
     return run
 
 
+@pytest.mark.long
 def test_a_run_whose_trainer_is_stopped_over_a_restart_is_lost_until_it_continues(
     daemon: Daemon, trainer: Trainer
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_daemon_that_is_killed_delays_the_commit_only(tmp_path: Path, *, is_ho
             together(trainers, "wait_replicated", timeout_s=60)
 
 
+@pytest.mark.long
 def test_a_part_whose_node_died_is_no_checkpoint_for_anyone(tmp_path: Path) -> None:
     with nodes(tmp_path) as (a, b):
         with connected([a, b], 2) as trainers:

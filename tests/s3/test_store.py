@@ -220,6 +220,7 @@ async def test_tls_servers_take_the_checksum_as_a_header(tmp_path: Path, monkeyp
         await store.close()
 
 
+@pytest.mark.long
 async def test_more_than_a_page_is_listed_and_deleted(rclone: str) -> None:
     store = bucket(rclone, parts_in_flight=8)
     keys = [f"run/a/{index:04d}" for index in range(1010)]

@@ -29,9 +29,9 @@ from tests.support.power_loss.disk_faults import (
 )
 
 ACTIVITIES = {"train": (train, None), "fetch": (fetch, with_cold_alone), "repair": (repair, with_damage)}
-SHORT_EVERY = {"train": 3, "fetch": 2, "repair": 2}  # of the calls of an activity, the short run has every so many
+SHORT_EVERY = {"train": 12, "fetch": 8, "repair": 8}  # of the calls of an activity, the short run has every so many
 STALLS_S = (30.0, 300.0)  # within the deadline of a call, and beyond it
-JOBS = {"train": range(10, 90, 16), "fetch": range(2, 26, 8), "repair": range(2, 26, 8)}  # that hang
+JOBS = {"train": range(10, 90, 32), "fetch": range(2, 26, 8), "repair": range(2, 26, 8)}  # that hang
 
 
 @pytest.fixture
@@ -67,9 +67,13 @@ def run_faults(activity: str, faults: list[Fault], memory: Path) -> list[str]:
 
 @pytest.mark.parametrize("activity", ACTIVITIES)
 def test_no_error_of_a_call_breaks_a_promise(activity: str, memory: Path) -> None:
-    """Kinds of calls with one error each, alternately once and for a while."""
+    """Every call by its name in each tier, and some on other files, with one error each, alternately once and for a
+    while."""
     faults: list[Fault] = []
-    for moment in list(moments(activity, memory))[:: SHORT_EVERY[activity]]:
+    found = list(moments(activity, memory))
+    first = {(moment.name, moment.tier): moment for moment in reversed(found)}.values()
+    chosen = {*first, *found[:: SHORT_EVERY[activity]]}
+    for moment in (each for each in found if each in chosen):
         codes = [code for code, names in CALLS_OF.items() if moment.name in names]
         number = len(faults)
         faults.append(Fault(moment, codes[number % len(codes)], is_lasting=number % 2 == 0))

@@ -359,7 +359,7 @@ def run(examples: int, **options: Any) -> None:
 
 
 def test_no_order_of_events_breaks_a_promise_of_retention() -> None:
-    run(15, derandomize=True)  # 2 s of one processor; the long battery takes other examples each time
+    run(8, derandomize=True)  # 1 s of one processor; the long battery takes other examples each time
 
 
 policy_keeps_in, policy_kept = policy._RunPolicy._keeps_in, policy.kept

@@ -148,6 +148,7 @@ def test_nan_while_gradients_are_accumulated(case: Case) -> None:
     assert case.rows()[5, 1]["milestone"] == "bad-loss-5-g1"
 
 
+@pytest.mark.long
 @soon("guarded_lightning")
 def test_nan_on_one_rank_takes_both_back(case: Case) -> None:
     """Rank 1 has the odd rows."""
