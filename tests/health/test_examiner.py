@@ -29,7 +29,6 @@ from tierd.health.examiner import Examiner
 from tierd.workers.reaper import Reaper
 from tierd.workers.write_through import WriteThrough
 
-
 REAL_PYTHON = sys.executable
 
 pytestmark = pytest.mark.usefixtures("forked_python")
