@@ -122,11 +122,12 @@ async def test_nothing_is_cut_off_and_axe_core_finds_nothing(
 ) -> None:
     async with tab_of(devtools) as tab:
         for path in paths(daemon):
+            await tab.emulate(width=width)
+            await tab.open(f"{daemon.url}{path}")
+            await tab.evaluate(f"{axe}; true")
             for is_dark in (False, True):
                 await tab.emulate(width=width, is_dark=is_dark)
-                await tab.open(f"{daemon.url}{path}")
                 assert await tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
-                await tab.evaluate(f"{axe}; true")
                 found = await tab.evaluate(
                     "axe.run().then(all => all.violations.map(each => each.id + ': ' + each.nodes[0].html))"
                 )

@@ -32,7 +32,7 @@ from tests.support.power_loss.scenarios import (
     record,
 )
 
-EVERY = 8  # of the states beside the first after each operation, the short run has every so many
+EVERY = 12  # of the states beside the first after each operation, the short run has every so many
 STATES = 2_000
 STATES_ALL = 10_000
 STATES_LONG = 100_000

@@ -61,7 +61,7 @@ class Continuation:
 @dataclass
 class Explorer:
     """`states`: the different states that were recovered from. `violations`: of promises, the first ones. `every`: of
-    the states that an operation makes possible, the first and every so many, counted over all operations."""
+    the states that operations make possible, every so many, and of those of the log the first of each operation."""
 
     root: Path
     calls: FileCalls
@@ -99,16 +99,18 @@ class Explorer:
                 continue
             self.losses += 1
             # After an operation from which nothing new is certain, only what it makes possible is new.
-            for tree in self._chosen(disk.states(operation if expected is before and number > first else None)):
+            states = disk.states(operation if expected is before and number > first else None)
+            for tree in self._chosen(states, has_first=True):
                 self._check(tree, expected, f"operation {number}, {operation!s:.200}")
                 if len(self.violations) > (0 if stops else 20):
                     return
 
-    def _chosen(self, states: Iterator[Tree]) -> Iterator[Tree]:
-        """The first one always: of what is not synced yet, it has as little as possible beside the newest operation."""
+    def _chosen(self, states: Iterator[Tree], *, has_first: bool) -> Iterator[Tree]:
+        """`has_first`: the first one always. Of what is not synced yet, it has as little as possible beside the newest
+        operation."""
         for index, tree in enumerate(states):
             self._counted += 1
-            if index == 0 or self._counted % self.every == 0:
+            if self._counted % self.every == 0 or (has_first and index == 0):
                 yield tree
 
     def _told(self, mark: Mark, expected: Expected, where: str) -> Expected:
@@ -185,7 +187,7 @@ class Explorer:
         disk = VolatileDisk(self.calls.base)
         for operation in self.calls.log:
             disk.apply(operation)
-            for state in self._chosen(disk.states(operation)):
+            for state in self._chosen(disk.states(operation), has_first=False):
                 during[frozenset(state.items())] = state
         during.pop(frozenset(tree.items()), None)
         after = self._present = disk.newest()
