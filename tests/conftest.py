@@ -24,11 +24,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+EXAMPLES = 40  # of a property, where its test names no other number
 with suppress(ImportError):  # `make gpu` installs no hypothesis
     from hypothesis import HealthCheck, settings
 
-    # On a busy machine an example may take any time.
-    settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # On a busy machine an example may take any time. Each run takes other examples.
+    settings.register_profile(
+        "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=EXAMPLES
+    )
     settings.load_profile("tests")
 
 

@@ -385,7 +385,7 @@ def with_one_byte_changed(message: bytes) -> st.SearchStrategy[bytes]:
 
 
 def test_random_messages_do_not_harm_the_daemon(daemon: Daemon) -> None:
-    @settings(max_examples=150, deadline=None, database=None)
+    @settings(max_examples=60, deadline=None, database=None)
     @given(
         greets=st.booleans(),
         raw=st.binary(max_size=300) | st.sampled_from(MESSAGES).flatmap(with_one_byte_changed),

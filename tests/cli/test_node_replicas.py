@@ -61,6 +61,7 @@ def test_parts_of_all_nodes_are_one_checkpoint_and_what_is_missing_is_named(tmp_
         assert_nothing(tmp_path / "lost")
 
 
+@pytest.mark.long
 def test_one_node_of_two_has_all_with_its_copy_and_needs_no_daemon(tmp_path: Path) -> None:
     with handmade_nodes(tmp_path, 2) as nodes:
         nodes.save(1)

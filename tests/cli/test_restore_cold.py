@@ -108,6 +108,7 @@ def test_killed_restore_is_continued_by_the_same_command(
     assert not (house.root / "restored.partial").exists()
 
 
+@pytest.mark.long
 def test_restore_reads_the_rest_from_the_next_tier_when_one_goes_away(buckets: tuple[House, Bucket, Bucket]) -> None:
     house, near, far = buckets
     source = commit(house.root / "made", shards(*[8] * 11), chunk_bytes=CHUNK_BYTES)

@@ -397,8 +397,8 @@ def forget_every_third(views: Iterable[CheckpointView], rules: TierPolicy) -> di
         pytest.param(Reaper, "_is_elsewhere", trust_the_last_listing, marks=pytest.mark.long),
         pytest.param(Reaper, "_has_only_verdict", forget_verdicts, marks=pytest.mark.long),
         pytest.param(Replicator, "_mark", copy_no_markers, marks=pytest.mark.long),
-        (policy, "kept", forget_milestones),
-        (policy, "kept", forget_every_third),
+        pytest.param(policy, "kept", forget_milestones, marks=pytest.mark.long),
+        pytest.param(policy, "kept", forget_every_third, marks=pytest.mark.long),
         pytest.param(policy, "_left_behind", lambda *_: {}, id="forget_former_generations", marks=pytest.mark.long),
         pytest.param(
             Reaper, "_is_still_decided", lambda *_: True, id="delete_what_was_planned", marks=pytest.mark.long
