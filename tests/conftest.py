@@ -24,11 +24,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+EXAMPLES = 40  # of a property, where its test names no other number
 with suppress(ImportError):  # `make gpu` installs no hypothesis
     from hypothesis import HealthCheck, settings
 
-    # On a busy machine an example may take any time.
-    settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # On a busy machine an example may take any time. Each run takes other examples.
+    settings.register_profile(
+        "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=EXAMPLES
+    )
     settings.load_profile("tests")
 
 
@@ -108,9 +111,11 @@ def disk_path() -> Iterator[Path]:
 
 
 @pytest.fixture
-def checkpoints_examined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemons of tests/support/daemon.py examine checkpoints, as they do by default outside of tests."""
+def checkpoints_examined(monkeypatch: pytest.MonkeyPatch, warm_program: str) -> None:
+    """The daemons of tests/support/daemon.py examine checkpoints, as they do by default outside of tests; here the
+    program that does it is forked."""
     monkeypatch.setenv("TIERD_HEALTH_EXAMINE", "true")
+    monkeypatch.setenv("TESTS_PYTHON", warm_program)
 
 
 @pytest.fixture(scope="session")

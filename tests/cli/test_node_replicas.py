@@ -74,6 +74,7 @@ def test_parts_are_found_when_the_ranks_have_just_been_placed_elsewhere(tmp_path
         again.close()
 
 
+@pytest.mark.long
 def test_one_node_of_two_has_all_with_its_copy_and_needs_no_daemon(tmp_path: Path) -> None:
     with handmade_nodes(tmp_path, 2) as nodes:
         nodes.save(1)

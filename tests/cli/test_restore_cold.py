@@ -108,6 +108,7 @@ def test_killed_restore_is_continued_by_the_same_command(
     assert not (house.root / "restored.partial").exists()
 
 
+@pytest.mark.long
 def test_restore_reads_the_rest_from_the_next_tier_when_one_goes_away(buckets: tuple[House, Bucket, Bucket]) -> None:
     house, near, far = buckets
     source = commit(house.root / "made", shards(*[8] * 11), chunk_bytes=CHUNK_BYTES)
@@ -152,6 +153,7 @@ def is_silent(served: Bucket) -> None:
     served.script = lambda operation, key: "silence"
 
 
+@pytest.mark.long
 def test_silent_bucket_is_given_up_and_the_other_tiers_are_shown(
     buckets: tuple[House, Bucket, Bucket], monkeypatch: pytest.MonkeyPatch
 ) -> None:

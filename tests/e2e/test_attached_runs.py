@@ -58,6 +58,7 @@ def run_of(daemon: Daemon) -> dict[str, Any]:
     return run
 
 
+@pytest.mark.long
 def test_a_run_whose_trainer_is_stopped_over_a_restart_is_lost_until_it_continues(
     daemon: Daemon, trainer: Trainer
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_run_whose_trainer_was_killed_while_no_daemon_ran_is_lost_until_it_sta
         wait_until(lambda: states(daemon) == [], "the end in the record")
 
 
+@pytest.mark.long
 def test_a_trainer_that_ends_while_no_daemon_runs_is_a_warning_that_names_this_as_a_reason(
     daemon: Daemon, trainer: Trainer
 ) -> None:

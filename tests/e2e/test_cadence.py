@@ -28,7 +28,7 @@ def train_until_due(training: Training) -> int:
     return training.step
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_trainers_follow_the_interval_that_the_daemon_has_measured(tmp_path: Path, world_size: int) -> None:
     with serving(tmp_path, more=AUTO) as daemon, joined(tmp_path, world_size) as trainers:
         for trainer in trainers:

@@ -59,6 +59,7 @@ def test_lowered_lifecycle_applies_without_a_restart(tmp_path: Path) -> None:
         assert "restart" not in daemon.log
 
 
+@pytest.mark.long
 def test_reload_tries_at_once_what_waits_after_an_outage(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "hot")
     never = {"TIERD_LIMITS_RETRY_MIN_S": "9000", "TIERD_LIMITS_RETRY_MAX_S": "9000"}

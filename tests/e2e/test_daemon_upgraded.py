@@ -85,6 +85,7 @@ def test_every_snapshot_reports_that_the_daemon_refuses_the_protocol_of_the_trai
         client.close()
 
 
+@pytest.mark.long
 def test_refusal_is_logged_once_and_not_at_each_attempt(
     tmp_path: Path, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -126,17 +126,17 @@ REPAIRING = [Kill("repair.keep@1"), Kill("file.write@2"), Kill("file.rename@1")]
 EXAMINING = [Kill("tier.diagnose@1")]
 
 
-def first_and_last(groups: Sequence[Group]) -> list[Group]:
-    """Of the hits of each failpoint two, and every sequence of kills: what the short run does. Of the conversation with
-    the trainers one, because each step repeats it."""
+def one_each(groups: Sequence[Group]) -> list[Group]:
+    """Of the hits of each failpoint one, and every sequence of kills: what the short run does. It takes the first hit
+    and the last one in turns; of the conversation with the trainers the first, because each step repeats it."""
     by_name: dict[object, list[Group]] = {}
     for number, group in enumerate(groups):
-        name = number if len(group) > 1 else (group[0].failpoints.partition("@")[0], group[0].anew)
+        is_sequence = len(group) > 1 or "=" in group[0].failpoints
+        name = number if is_sequence else (group[0].failpoints.partition("@")[0], group[0].anew)
         by_name.setdefault(name, []).append(group)
     return [
-        group
-        for hits in by_name.values()
-        for group in hits[:1] + (hits[1:][-1:] if not hits[0][0].failpoints.startswith(CONVERSATION) else [])
+        hits[0 if number % 2 == 0 or hits[0][0].failpoints.startswith(CONVERSATION) else -1]
+        for number, hits in enumerate(by_name.values())
     ]
 
 
@@ -194,25 +194,25 @@ def serve_unarmed(to_kill: Battery, *, steps: int) -> None:
     to_kill.check("a kill of an idle daemon")
 
 
-# The bounds of the four tests below are 120 kills together.
+# The bounds of the four tests below are 80 kills together.
 
 
 def test_a_daemon_killed_while_it_persists_or_deletes_loses_nothing(tmp_path: Path) -> None:
-    killed = run_persisting(tmp_path, 0, first_and_last(PERSISTING))
+    killed = run_persisting(tmp_path, 0, one_each(PERSISTING))
     print(f"{killed} kills")
-    assert killed >= 62
+    assert killed >= 42
 
 
 def test_a_daemon_killed_while_it_copies_to_a_directory_loses_nothing(tmp_path: Path) -> None:
-    killed = run_to_directory(tmp_path, 0, first_and_last(TO_DIRECTORY))
+    killed = run_to_directory(tmp_path, 0, one_each(TO_DIRECTORY))
     print(f"{killed} kills")
-    assert killed >= 23
+    assert killed >= 13
 
 
 def test_a_daemon_killed_while_it_copies_to_a_bucket_loses_nothing(tmp_path: Path, served: Bucket) -> None:
-    killed = run_to_bucket(tmp_path, 0, served, first_and_last(TO_BUCKET))
+    killed = run_to_bucket(tmp_path, 0, served, one_each(TO_BUCKET))
     print(f"{killed} kills")
-    assert killed >= 22
+    assert killed >= 12
 
 
 def test_a_daemon_killed_while_it_fetches_loses_nothing(tmp_path: Path) -> None:
@@ -299,12 +299,12 @@ def test_no_order_of_the_kills_loses_anything(tmp_path: Path, served: Bucket, se
 
 
 def test_each_failpoint_is_in_a_battery() -> None:
-    to_cold = [*first_and_last(TO_DIRECTORY), *first_and_last(TO_BUCKET), *FETCHING]
-    groups: Sequence[Sequence[Kill]] = [*first_and_last(PERSISTING), *to_cold, REPAIRING, EXAMINING, FIRST]
+    to_cold = [*one_each(TO_DIRECTORY), *one_each(TO_BUCKET), *FETCHING]
+    groups: Sequence[Sequence[Kill]] = [*one_each(PERSISTING), *to_cold, REPAIRING, EXAMINING, FIRST]
     armed = [entry for group in groups for kill in group for entry in kill.armed.split()]
     killed = [entry.partition("=")[0] for entry in armed if "=kill@" in entry]
     assert FAILPOINTS - set(killed) - set(OVER_NODES) - {*WATCHING, *ANNOUNCING, *FOLLOWING} == set()
-    assert len(killed) >= 120
+    assert len(killed) >= 80
 
 
 # ── daemons that are broken on purpose ──

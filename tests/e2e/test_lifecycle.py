@@ -69,6 +69,7 @@ def test_hot_keeps_the_last_three_of_forty_snapshots_and_cold_also_every_tenth_a
         assert filecmp.cmpfiles(folder, there, names, shallow=False) == (names, [], [])
 
 
+@pytest.mark.long
 def test_hot_keeps_every_tenth_and_the_milestone_until_the_cold_tier_is_back(daemon: Daemon, trainer: Trainer) -> None:
     trainer.connect(daemon.socket)
     shutil.rmtree(daemon.cold, ignore_errors=True)

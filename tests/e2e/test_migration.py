@@ -96,7 +96,9 @@ def ranks(daemon: Daemon, kind: str) -> Generator[list[Trainer]]:
         yield [first, second]
 
 
-@pytest.mark.parametrize(("old", "new"), [("ZeroRedundancyOptimizer", "DDP"), ("FSDP1", "FSDP2")])
+@pytest.mark.parametrize(
+    ("old", "new"), [pytest.param("ZeroRedundancyOptimizer", "DDP", marks=pytest.mark.long), ("FSDP1", "FSDP2")]
+)
 def test_training_is_migrated_by_the_code_of_the_guide(tmp_path: Path, old: str, new: str) -> None:
     (code,) = re.findall(rf"## {old}\n.*?```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     with Daemon(tmp_path) as daemon:

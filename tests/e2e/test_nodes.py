@@ -99,6 +99,7 @@ def run_impatient(arguments: list[str], environ: Mapping[str, str], log: str) ->
     run_watchful(arguments, environ, log)
 
 
+@pytest.mark.long
 def test_a_part_whose_node_died_is_no_checkpoint_for_anyone(tmp_path: Path) -> None:
     with nodes(tmp_path) as (a, b):
         with connected([a, b], 2) as trainers:

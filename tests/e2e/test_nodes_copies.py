@@ -210,6 +210,7 @@ def test_a_whole_domain(tmp_path: Path) -> None:
         assert_restored([fifth, sixth, *four[2:]], digests)
 
 
+@pytest.mark.long
 def test_a_damaged_part_is_read_from_its_copy(tmp_path: Path) -> None:
     with peers(tmp_path, "a", "b") as (first, second):
         with joined(tmp_path, 4) as trainers:

@@ -50,6 +50,7 @@ def left_behind(daemons: Sequence[Daemon]) -> list[Path]:
     return [path for daemon in daemons for path in (daemon.hot / "run").rglob("*.partial")]
 
 
+@pytest.mark.long
 def test_ranks_placed_elsewhere_read_from_the_nodes_where_they_were(tmp_path: Path) -> None:
     with peers(tmp_path) as daemons:
         digests = saved(daemons, 4)

@@ -91,6 +91,7 @@ def test_all_nodes_disks_kept(tmp_path: Path) -> None:
         assert restored(daemons, 4) == ([(1, "hot")] * 4, digests)
 
 
+@pytest.mark.long
 def test_one_daemon_restarts(tmp_path: Path) -> None:
     """One node reads its part from memory, the other from hot: the same step."""
     with nodes(tmp_path) as daemons:
@@ -215,6 +216,7 @@ def test_part_that_is_not_whole_does_not_block_an_older_step(tmp_path: Path) -> 
         assert restored(daemons, 4) == ([(1, "hot")] * 4, digests)
 
 
+@pytest.mark.long
 def test_only_a_part_that_is_not_whole_is_no_reason_to_start_from_scratch(tmp_path: Path) -> None:
     with nodes(tmp_path) as daemons:
         hold_cold(daemons[1])

@@ -68,7 +68,7 @@ def ranks(daemon: Daemon, count: int, is_sharded: bool, per_rank: list[str]) -> 
         yield trainers
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("is_sharded", [pytest.param(False, marks=pytest.mark.long), True])
 def test_experts_of_each_rank_and_their_moments_are_restored_and_refused_on_one_rank(
     tmp_path: Path, is_sharded: bool
 ) -> None:

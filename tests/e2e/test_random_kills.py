@@ -89,6 +89,13 @@ def take_in(audit: Audit, notes: Path) -> None:
             audit.problems.append(f"restore: {note}")
 
 
+def test_20_kills_of_trainer_daemon_or_both_lose_nothing(tmp_path: Path) -> None:
+    audit = kill_at_random(tmp_path, seed=1, count=20, delay_max_s=0.1)
+    assert len(audit.acknowledged) >= 4
+    assert len(audit.generations) >= 4
+
+
+@pytest.mark.long
 def test_50_kills_of_trainer_daemon_or_both_lose_nothing(tmp_path: Path) -> None:
     audit = kill_at_random(tmp_path, seed=0, count=50, delay_max_s=0.1)
     assert len(audit.acknowledged) >= 10

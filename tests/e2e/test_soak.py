@@ -25,7 +25,7 @@ PLAIN = "[health]\nexamine = false"  # the shards are plain bytes
 @pytest.mark.parametrize(
     ("warm_up", "snapshots", "life"),
     [
-        (40, 80, 10),
+        (20, 60, 10),
         pytest.param(1_000, 10_000, LIFE_SNAPSHOTS, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
 )

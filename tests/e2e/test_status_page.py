@@ -9,21 +9,34 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Browser, axe_core, browser, needs_browser
+from tests.support.browser import Browser, axe_core, chromium, needs_browser, tab_of
 from tests.support.daemon import Daemon
+from tests.support.processes import PYTHON
 from tests.support.web_scene import LAST, MILESTONE, RUN, trained_run
 from tests.support.wire_peer import Peer
 from tierd.format import wire
 
 TAB = ("Tab", 9)
+EVERY = 3  # steps
 
 pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with trained_run(tmp_path_factory.mktemp("scene")) as daemon:
+def daemon(tmp_path_factory: pytest.TempPathFactory, warm_program: str) -> Iterator[Daemon]:
+    with trained_run(tmp_path_factory.mktemp("scene"), every=EVERY, environ={PYTHON: warm_program}) as daemon:
         yield daemon
+
+
+@pytest.fixture(scope="module")
+def devtools() -> Iterator[str]:
+    with chromium() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return axe_core(tmp_path_factory.mktemp("axe"))
 
 
 def paths(daemon: Daemon) -> list[str]:
@@ -34,8 +47,8 @@ async def text_of(tab: Browser, selector: str) -> str:
     return await tab.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
 
 
-async def test_pages_lead_to_each_other_and_load_nothing_from_elsewhere(daemon: Daemon) -> None:
-    async with browser() as tab:
+async def test_pages_lead_to_each_other_and_load_nothing_from_elsewhere(daemon: Daemon, devtools: str) -> None:
+    async with tab_of(devtools) as tab:
         await tab.open(f"{daemon.url}/")
         assert f"{LAST}" in await text_of(tab, f"[id='run-{RUN}']")
         await tab.evaluate(f"document.querySelector('a[href=\"/runs/{RUN}\"]').click()")
@@ -49,8 +62,10 @@ async def test_pages_lead_to_each_other_and_load_nothing_from_elsewhere(daemon: 
         assert tab.errors == []
 
 
-async def test_picture_shows_tiers_the_milestone_the_unhealthy_step_and_the_branch(daemon: Daemon) -> None:
-    async with browser() as tab:
+async def test_picture_shows_tiers_the_milestone_the_unhealthy_step_and_the_branch(
+    daemon: Daemon, devtools: str
+) -> None:
+    async with tab_of(devtools) as tab:
         await tab.open(f"{daemon.url}/runs/{RUN}")
         titles = await tab.evaluate("[...document.querySelectorAll('#timeline title')].map(each => each.textContent)")
         assert f"step {MILESTONE}, generation 1: milestone best" in titles
@@ -62,17 +77,18 @@ async def test_picture_shows_tiers_the_milestone_the_unhealthy_step_and_the_bran
         assert "in region-b" in label
 
 
-async def test_page_follows_the_daemon_without_a_reload_and_keeps_the_focus(tmp_path: Path) -> None:
+async def test_page_follows_the_daemon_without_a_reload_and_keeps_the_focus(tmp_path: Path, devtools: str) -> None:
     def save(peer: Peer, step: int) -> None:
         peer.seal(step % 2, step, b"state")
         assert peer.hear(wire.Persisted).step == step
 
-    async with browser() as tab:
+    async with tab_of(devtools) as tab:
         with Daemon(tmp_path) as daemon, Peer(daemon.socket) as peer:
             peer.greet("run")
             peer.attach(0)
             peer.attach(1)
             save(peer, 111)
+            await tab.hurry(5)
             await tab.open(f"{daemon.url}/")
             await tab.evaluate("window.isSame = true")
             await tab.evaluate("document.querySelector('#tiers .scroll').focus()")
@@ -88,8 +104,8 @@ async def test_page_follows_the_daemon_without_a_reload_and_keeps_the_focus(tmp_
             await tab.wait("document.getElementById('silent').hidden")
 
 
-async def test_page_is_used_by_keyboard(daemon: Daemon) -> None:
-    async with browser() as tab:
+async def test_page_is_used_by_keyboard(daemon: Daemon, devtools: str) -> None:
+    async with tab_of(devtools) as tab:
         await tab.open(f"{daemon.url}/")
         await tab.press(*TAB)
         assert await tab.evaluate("document.activeElement.textContent") == "Skip to the content"
@@ -101,15 +117,17 @@ async def test_page_is_used_by_keyboard(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-async def test_nothing_is_cut_off_and_axe_core_finds_nothing(daemon: Daemon, tmp_path: Path, width: int) -> None:
-    axe = axe_core(tmp_path)
-    async with browser() as tab:
+async def test_nothing_is_cut_off_and_axe_core_finds_nothing(
+    daemon: Daemon, devtools: str, axe: str, width: int
+) -> None:
+    async with tab_of(devtools) as tab:
         for path in paths(daemon):
+            await tab.emulate(width=width)
+            await tab.open(f"{daemon.url}{path}")
+            await tab.evaluate(f"{axe}; true")
             for is_dark in (False, True):
                 await tab.emulate(width=width, is_dark=is_dark)
-                await tab.open(f"{daemon.url}{path}")
                 assert await tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
-                await tab.evaluate(f"{axe}; true")
                 found = await tab.evaluate(
                     "axe.run().then(all => all.violations.map(each => each.id + ': ' + each.nodes[0].html))"
                 )

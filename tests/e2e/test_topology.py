@@ -114,10 +114,7 @@ ALL = [("plain", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("hsdp", 
 
 @pytest.mark.parametrize(
     "topology",
-    [
-        pytest.param(topology, marks=[pytest.mark.long] * (topology not in (("ddp", 2), ("fsdp+tp", 4))))
-        for topology in CHOSEN
-    ],
+    [pytest.param(topology, marks=[pytest.mark.long] * (topology != ("ddp", 2))) for topology in CHOSEN],
     ids=lambda topology: f"{topology[0]}-{topology[1]}",
 )
 def test_a_topology_is_restored_on_others(daemon: Daemon, topology: tuple[str, int]) -> None:

@@ -89,6 +89,7 @@ def test_killed_while_it_adopts_it_goes_on_and_adopts_once(tmp_path: Path, failp
         daemon.kill()
 
 
+@pytest.mark.long
 def test_drain_to_cold_takes_the_last_checkpoint_and_the_last_lines_of_a_training_that_has_just_ended(
     tmp_path: Path,
 ) -> None:

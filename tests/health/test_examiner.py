@@ -29,6 +29,10 @@ from tierd.health.examiner import Examiner
 from tierd.workers.reaper import Reaper
 from tierd.workers.write_through import WriteThrough
 
+REAL_PYTHON = sys.executable
+
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 @pytest.fixture
 async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
@@ -53,7 +57,10 @@ def markers(rooms: Rooms, tier: str, step: int) -> list[str]:
     return sorted(path.name for path in folder.glob("*healthy.json"))
 
 
-async def test_a_snapshot_is_examined_in_memory_and_marked_after_its_commit(rooms: Rooms) -> None:
+async def test_a_snapshot_is_examined_in_memory_and_marked_after_its_commit(
+    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", REAL_PYTHON)  # as in operation
     snapshot_set = rooms.seal(1, [shard(math.nan)])
     worker = examiner(rooms)
     assert await worker.run_once()

@@ -110,7 +110,7 @@ def policies(draw: st.DrawFn) -> LifecycleConfig:
     return LifecycleConfig(hot=draw(tier_policies(TierPolicy)), cold=draw(tier_policies(ColdPolicy)))
 
 
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     policy=policies(),
     cold=st.sampled_from([(), ("cold",), ("cold", "dr")]),
@@ -288,13 +288,13 @@ def histories(draw: st.DrawFn) -> list[CheckpointView]:
     return list({one.id: one for one in found}.values())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(views=histories(), policy=tier_policies(TierPolicy))
 def test_kept_equals_the_union_of_the_rules_applied_one_by_one(views: list[CheckpointView], policy: TierPolicy) -> None:
     assert set(kept(views, policy)) == Model(views, policy).kept()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(views=histories(), policy=tier_policies(TierPolicy), among=st.randoms(use_true_random=False))
 def test_checkpoint_kept_of_a_set_is_kept_of_every_subset_with_it(
     views: list[CheckpointView], policy: TierPolicy, among: Random

@@ -50,7 +50,10 @@ def is_whole(found: Path, whole: Path) -> bool:
     }
 
 
-@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long) if name in ("accelerate", "gpt-simple") else name for name in SAVES],
+)
 def test_a_writer_killed_at_every_point_of_its_save_leaves_nothing_complete(tmp_path: Path, name: str) -> None:
     preset, save = PRESETS[name], SAVES[name]
     (tmp_path / "whole").mkdir()

@@ -79,7 +79,15 @@ async def test_request_after_an_aborted_one_has_its_own_connection(served: Bucke
     await patient.close()
 
 
-@pytest.mark.parametrize("operation", ["list_objects_v2", "upload_part", "complete_multipart_upload", "get_object"])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param("list_objects_v2", marks=pytest.mark.long),
+        "upload_part",
+        pytest.param("complete_multipart_upload", marks=pytest.mark.long),
+        "get_object",
+    ],
+)
 async def test_server_that_stops_answering_takes_a_bounded_time(served: Bucket, operation: str) -> None:
     patient, store = store_at(served), store_at(served, request_timeout_s=0.2)
     await patient.put_bytes("run/x", b"x")

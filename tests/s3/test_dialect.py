@@ -40,6 +40,7 @@ async def put(store: S3Store, key: str = KEY) -> bytes:
     return data
 
 
+@pytest.mark.long
 class TestBucketThatRefusesChecksums(StoreContract):
     @pytest.fixture
     async def store(self) -> AsyncIterator[S3Store]:

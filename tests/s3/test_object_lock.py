@@ -69,7 +69,7 @@ async def test_access_denied_without_a_lock_is_not_retained(served: Bucket) -> N
     await store.close()
 
 
-@pytest.mark.parametrize("mode", ["GOVERNANCE", "COMPLIANCE"])
+@pytest.mark.parametrize("mode", ["GOVERNANCE", pytest.param("COMPLIANCE", marks=pytest.mark.long)])
 async def test_versioned_bucket_with_object_lock_lists_no_deleted_objects(moto: str, mode: str) -> None:
     """A delete without a version only adds a delete marker: it is not refused, and frees nothing. Without the
     markers the objects are back."""

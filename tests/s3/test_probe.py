@@ -92,7 +92,16 @@ async def test_probe_of_moto_and_rclone_completes_and_leaves_nothing(moto: str, 
         assert [path for path in (tmp_path / BUCKET).rglob("*") if path.is_file()] == []
 
 
-@pytest.mark.parametrize("operation", [*NEEDED_ACTIONS, *DOCTOR_ACTIONS])
+SHORT = {"put_object", "delete_objects", "list_parts", "get_bucket_lifecycle_configuration"}
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(each, marks=() if each in SHORT else pytest.mark.long)
+        for each in (*NEEDED_ACTIONS, *DOCTOR_ACTIONS)
+    ],
+)
 async def test_each_missing_permission_is_named(served: Bucket, operation: str) -> None:
     served.script = lambda found, key: "AccessDenied" if found == operation else ""
     found = await probe(served.url)

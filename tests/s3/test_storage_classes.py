@@ -168,7 +168,9 @@ def test_restore_of_an_archived_checkpoint_says_what_to_do_first(archived: House
     assert archived.tierd("restore", "--step", "200", "--to", archived.root / "thawed").exit_code == 0
 
 
-@pytest.mark.parametrize("verb", [("verify", "--deep"), ("drill",)], ids=["verify", "drill"])
+@pytest.mark.parametrize(
+    "verb", [("verify", "--deep"), pytest.param(("drill",), marks=pytest.mark.long)], ids=["verify", "drill"]
+)
 def test_verify_and_drill_report_an_archived_checkpoint_as_restore_does(archived: House, verb: tuple[str]) -> None:
     """Not as damaged: exit code 14 when it was the only one, 3 when others could be verified."""
     result = archived.tierd(*verb, "--step", "200")

@@ -85,6 +85,7 @@ class TestBucket(StoreContract):
             await found.close()
 
 
+@pytest.mark.long
 class TestBucketThatKeepsNothing(StoreContract):
     """Like Ceph: no checksums, no conditions."""
 
@@ -220,6 +221,7 @@ async def test_tls_servers_take_the_checksum_as_a_header(tmp_path: Path, monkeyp
         await store.close()
 
 
+@pytest.mark.long
 async def test_more_than_a_page_is_listed_and_deleted(rclone: str) -> None:
     store = bucket(rclone, parts_in_flight=8)
     keys = [f"run/a/{index:04d}" for index in range(1010)]
@@ -281,7 +283,14 @@ async def test_completed_upload_whose_answer_was_lost_counts_as_done(moto: str) 
     assert fault.hit
 
 
-@pytest.mark.parametrize(("method", "where"), [("PUT", "partNumber=2"), ("POST", "uploads"), ("HEAD", "rank-")])
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [
+        ("PUT", "partNumber=2"),
+        pytest.param("POST", "uploads", marks=pytest.mark.long),  # tests/s3/test_upload.py loses each request
+        pytest.param("HEAD", "rank-", marks=pytest.mark.long),
+    ],
+)
 async def test_one_lost_or_refused_request_does_not_fail_an_upload(moto: str, method: str, where: str) -> None:
     for what in ("lose", "503"):
         fault = Once(method, where, what)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.fuzz import CORPUS, TARGETS, TOKENS, run_one, seeds
 from tests.support.processes import ENVIRONMENT
 
-EXAMPLES = 100  # of each target
+EXAMPLES = 40  # of each target
 LONG_INPUTS = 110_000  # of each target: more than a million in all
 LONG_BATCHES = 4
 

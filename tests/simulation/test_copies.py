@@ -32,7 +32,7 @@ SEEDS = 1
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000")) // 20
 THREE_EVERY = 1480  # of the worlds of three nodes, the short run has every so many
 MUTATED_SEEDS = range(12)
-LONG = ("old copies stay",)  # takes most of the time
+LONG = ("old copies stay", "parts go by the policy alone")  # take most of the time
 
 pytestmark = pytest.mark.timeout(600)
 

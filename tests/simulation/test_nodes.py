@@ -27,7 +27,7 @@ SEEDS = range(5, 6)  # one that takes less time than most
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000")) // 20
 SEEDS_OF_SIXTEEN = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000")) // 4
 MUTATED_SEEDS = range(12)
-LONG = ("nobody clears leftovers", "each node counts for itself")  # take most of the time
+LONG = ("nobody clears leftovers", "each node counts for itself", "nobody commits")  # take most of the time
 
 pytestmark = pytest.mark.timeout(600)
 

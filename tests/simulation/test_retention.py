@@ -357,7 +357,7 @@ def run(examples: int, **options: Any) -> None:
 
 
 def test_no_order_of_events_breaks_a_promise_of_retention() -> None:
-    run(15, derandomize=True)  # 2 s of one processor; the long battery takes other examples each time
+    run(8, derandomize=True)  # 1 s of one processor; the long battery takes other examples each time
 
 
 policy_keeps_in, policy_kept_forever = policy._RunPolicy._keeps_in, policy.kept_forever
@@ -395,8 +395,8 @@ def forget_every_third(view: CheckpointView, rules: TierPolicy) -> str | None:
         pytest.param(Reaper, "_is_elsewhere", trust_the_last_listing, marks=pytest.mark.long),
         pytest.param(Reaper, "_has_only_verdict", forget_verdicts, marks=pytest.mark.long),
         pytest.param(Replicator, "_mark", copy_no_markers, marks=pytest.mark.long),
-        (policy, "kept_forever", forget_milestones),
-        (policy, "kept_forever", forget_every_third),
+        pytest.param(policy, "kept_forever", forget_milestones, marks=pytest.mark.long),
+        pytest.param(policy, "kept_forever", forget_every_third, marks=pytest.mark.long),
         pytest.param(policy, "_left_behind", lambda *_: {}, id="forget_former_generations", marks=pytest.mark.long),
         pytest.param(
             Reaper, "_is_still_decided", lambda *_: True, id="delete_what_was_planned", marks=pytest.mark.long

@@ -15,7 +15,7 @@ from tests.support.simulation.schedule import Event, Schedule, make_schedule
 from tests.support.simulation.seeds import SeedOutcome, run_program, run_seeds, shrink
 from tests.support.simulation.world import simulate
 
-DRAWN, SEEDS = 400, 300  # make test simulates the seeds with the fewest snapshots, which take half of the time
+DRAWN, SEEDS = 120, 90  # make test simulates the seeds with the fewest snapshots, which take half of the time
 SEEDS_FULL = range(2, 3)  # with a full disk: one that takes less time than most
 SEEDS_LONG = int(os.environ.get("TIERD_SIMULATION_SEEDS", "20000"))
 

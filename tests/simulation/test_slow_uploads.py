@@ -9,8 +9,8 @@ from tierd.catalog.catalog import Catalog
 from tierd.catalog.decisions import waiting
 from tierd.workers.persister import Persister
 
-SHORT = [(0.5, 0), (3.7, 10), (10.0, 10)]
-LONG = [(0.5, 10), (3.7, 0), (6.0, 0), (6.0, 10), (10.0, 0)]
+SHORT = [(0.5, 0)]
+LONG = [(0.5, 10), (3.7, 0), (3.7, 10), (6.0, 0), (6.0, 10), (10.0, 0), (10.0, 10)]
 
 
 @pytest.mark.parametrize(

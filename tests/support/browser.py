@@ -13,13 +13,15 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+
+from tests.support.waiting import wait_until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -85,6 +87,15 @@ class Browser:
         feature = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[feature])
 
+    async def hurry(self, times: int) -> None:
+        """Of pages that are opened from now on, timers and deadlines pass so many times as fast."""
+        source = f"""
+            const later = window.setTimeout, after = AbortSignal.timeout;
+            window.setTimeout = (call, ms, ...more) => later(call, ms / {times}, ...more);
+            AbortSignal.timeout = (ms) => after.call(AbortSignal, ms / {times});
+        """
+        await self.call("Page.addScriptToEvaluateOnNewDocument", source=f"{{{source}}}")
+
     async def press(self, key: str, code: int) -> None:
         """`code`: the virtual key code of Windows, which the protocol needs."""
         for kind in ("keyDown", "keyUp"):
@@ -96,34 +107,39 @@ class Browser:
         return base64.b64decode(shot["data"])
 
 
-@asynccontextmanager
-async def browser() -> AsyncGenerator[Browser]:
+@contextmanager
+def chromium() -> Generator[str]:
+    """The URL of its DevTools."""
     assert PROGRAM is not None
     # Chromium writes there as long as any of its processes lives.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         flags = [*FLAGS, f"--user-data-dir={profile}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-        process = await asyncio.create_subprocess_exec(PROGRAM, *flags, "about:blank", stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([PROGRAM, *flags, "about:blank"], stderr=subprocess.DEVNULL)
         try:
-            port = await _port(Path(profile, "DevToolsActivePort"))
-            async with aiohttp.ClientSession() as session:
-                async with session.get(f"http://127.0.0.1:{port}/json") as answer:
-                    tabs = await answer.json()
-                url = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
-                async with session.ws_connect(url, max_msg_size=0) as socket:
-                    tab = Browser(socket)
-                    for domain in ("Page", "Runtime", "Log", "Network"):
-                        await tab.call(f"{domain}.enable")
-                    yield tab
+            port = Path(profile, "DevToolsActivePort")
+            wait_until(lambda: port.exists() and port.read_text(), "the browser", DEADLINE_S)
+            yield f"http://127.0.0.1:{port.read_text().split()[0]}"
         finally:
             process.kill()
-            await process.wait()
+            process.wait()
 
 
-async def _port(file: Path) -> str:
-    async with asyncio.timeout(DEADLINE_S):
-        while not file.exists() or not file.read_text():  # noqa: ASYNC240 - a few bytes
-            await asyncio.sleep(0.05)
-    return file.read_text().split()[0]  # noqa: ASYNC240
+@asynccontextmanager
+async def tab_of(devtools: str) -> AsyncGenerator[Browser]:
+    """A new tab of a browser. `devtools`: its URL."""
+    async with aiohttp.ClientSession() as session:
+        async with session.put(f"{devtools}/json/new?about:blank") as answer:
+            target = await answer.json()
+        try:
+            async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                tab = Browser(socket)
+                for domain in ("Page", "Runtime", "Log", "Network"):
+                    await tab.call(f"{domain}.enable")
+                await tab.call("Page.bringToFront")
+                yield tab
+        finally:
+            async with session.get(f"{devtools}/json/close/{target['id']}"):
+                pass
 
 
 def axe_core(folder: Path) -> str:

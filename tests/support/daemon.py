@@ -17,7 +17,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from tests.support.processes import ENVIRONMENT, ForkedProcess, run_tierd
+from tests.support.processes import ENVIRONMENT, PYTHON, ForkedProcess, run_tierd
 from tests.support.waiting import DEADLINE_S, wait_until
 from tierd.cli.app import called, make_app
 from tierd.failpoints import VARIABLE
@@ -53,8 +53,10 @@ class Daemon:
         self._command = command
         self._main: Callable[..., object] = run_tierd
         # No scrub unless a test asks for one: it would repair what the test damages. No examination either: it starts a
-        # Python with numpy for each checkpoint.
-        self._environ = {**ENVIRONMENT, "TIERD_SCRUB_INTERVAL_S": "0", **(environ or {})}
+        # Python with numpy for each checkpoint. No lower priority than that of the tests, which would all wait for it.
+        self._environ = {**ENVIRONMENT, "TIERD_SCRUB_INTERVAL_S": "0", "TIERD_DAEMON_NICE": "0", **(environ or {})}
+        if PYTHON in os.environ:
+            self._environ.setdefault(PYTHON, os.environ[PYTHON])
         if "[health]" not in more:
             self._environ.setdefault(EXAMINE, os.environ.get(EXAMINE, "false"))
         root.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ import boto3.crt
 import boto3.session
 import botocore.httpsession
 import botocore.session
+import numpy  # by the program that examines checkpoints
 import pytest  # by the modules of tests, whose functions trainers run
 import safetensors.torch
 import torch._dynamo  # by the first optimizer
@@ -21,7 +22,7 @@ import tierd.s3.store
 import tierd.tiers.directory
 from tests.support import trainer
 
-__all__ = ["boto3", "botocore", "pytest", "safetensors", "tierd", "torch", "trainer"]
+__all__ = ["boto3", "botocore", "numpy", "pytest", "safetensors", "tierd", "torch", "trainer"]
 
 # Some modules are imported by the first command only.
 assert CliRunner().invoke(tierd.cli.app.make_app(), ["version"]).exit_code == 0

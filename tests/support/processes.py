@@ -25,6 +25,7 @@ from typing import Any
 from tests.support.waiting import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
+PYTHON = "TESTS_PYTHON"  # an environment variable: the Python that daemons start their programs with
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
 
 context = multiprocessing.get_context("forkserver")
@@ -85,6 +86,7 @@ def run_tierd(arguments: list[str], environ: Mapping[str, str], log: str) -> Non
 
 def _run_main(arguments: list[str], environ: Mapping[str, str]) -> None:
     _become(["tierd", *arguments], environ)
+    sys.executable = environ.get(PYTHON, sys.executable)
 
     from tierd.cli import main
 

@@ -7,12 +7,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.browser import browser
+from tests.support.browser import chromium, tab_of
 from tests.support.web_scene import RUN, trained_run
 
 
-async def shoot(url: str, folder: Path) -> None:
-    async with browser() as tab:
+async def shoot(url: str, folder: Path, devtools: str) -> None:
+    async with tab_of(devtools) as tab:
         for width in (1280, 390):
             for theme in ("light", "dark"):
                 await tab.emulate(width=width, is_dark=theme == "dark")
@@ -22,5 +22,5 @@ async def shoot(url: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as root, trained_run(Path(root), step_s=0.2) as daemon:
-        asyncio.run(shoot(daemon.url, Path(sys.argv[1])))
+    with tempfile.TemporaryDirectory() as root, trained_run(Path(root), step_s=0.2) as daemon, chromium() as devtools:
+        asyncio.run(shoot(daemon.url, Path(sys.argv[1]), devtools))

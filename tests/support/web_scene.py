@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import tierd_client
 import torch
@@ -32,16 +33,18 @@ keep_last = 6
 
 
 @contextmanager
-def trained_run(root: Path, *, step_s: float = 0.0) -> Generator[Daemon]:
-    """The daemon, as soon as everything is copied. `step_s`: how long a step takes at least."""
-    with Daemon(root, more=MORE) as daemon:
+def trained_run(root: Path, *, step_s: float = 0.0, every: int = 1, **options: Any) -> Generator[Daemon]:
+    """The daemon, as soon as everything is copied. `step_s`: how long a step takes at least. `every`: a snapshot of the
+    first step and of every so many; the unhealthy and the last one have one in any case. `options`: of the
+    daemon."""
+    with Daemon(root, more=MORE, **options) as daemon:
         for first, last in ((1, 22), (20, LAST)):
-            _train(daemon, first, last, step_s)
+            _train(daemon, first, last, step_s, every)
         wait_until(lambda: _is_copied(daemon), "the last checkpoint in every tier")
         yield daemon
 
 
-def _train(daemon: Daemon, first: int, last: int, step_s: float) -> None:
+def _train(daemon: Daemon, first: int, last: int, step_s: float, every: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -60,7 +63,9 @@ def _train(daemon: Daemon, first: int, last: int, step_s: float) -> None:
                 with torch.no_grad():
                     model.weight[0, 0] = float("nan")
             milestone = "best" if step == MILESTONE else None
-            client.snapshot(step, state, metrics={"loss": loss.item()}, milestone=milestone).wait_persisted(60)
+            if (step - first) % every == 0 or step in (UNHEALTHY, last):
+                shot = client.snapshot(step, state, metrics={"loss": loss.item()}, milestone=milestone)
+                shot.wait_persisted(60)
             with torch.no_grad():
                 model.weight[0, 0] = kept
             time.sleep(step_s)

@@ -605,6 +605,7 @@ async def test_bit_flipped_on_the_way_from_s3_is_never_restored(moto: str, hot: 
 # ── many ──
 
 
+@pytest.mark.long
 async def test_cost_of_a_listing_is_linear_in_its_length(hot: Tier, tmp_path: Path) -> None:
     """Ten times the checkpoints take about ten times the processor time."""
     root = tmp_path / "hot"

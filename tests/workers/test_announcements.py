@@ -333,7 +333,7 @@ def dcp_operations(outs: Sequence[Path], step: int) -> list[Callable[[], object]
     ]
 
 
-@pytest.mark.parametrize("is_saved_over", [False, True])
+@pytest.mark.parametrize("is_saved_over", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_of_dcp_no_node_adopts_a_part_of_a_save_that_was_killed(tmp_path: Path, is_saved_over: bool) -> None:
     async with made(tmp_path, 2, preset="dcp") as nodes:
         count = len(dcp_operations(nodes.outs, 1))

@@ -583,7 +583,7 @@ async def test_a_run_goes_on_without_a_part_that_never_became_whole(nodes: Nodes
 
 
 async def test_every_node_evicts_its_own_parts(nodes: Nodes) -> None:
-    for step in range(1, 21):
+    for step in range(1, 9):
         for node in nodes.nodes:
             await node.send(step, number=step)
         await nodes.wait(90)

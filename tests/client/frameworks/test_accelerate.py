@@ -24,7 +24,9 @@ def alone(forks: Forks) -> Done:
     return forks.run("alone", socket=None)
 
 
-@pytest.mark.parametrize(("resumed", "batches"), [(3, 6), (7, 0), pytest.param(14, 0, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("resumed", "batches"), [(3, 6), *(pytest.param(step, 0, marks=pytest.mark.long) for step in (7, 14))]
+)
 def test_accelerate_training_killed_within_or_between_epochs_resumes_identically(
     forks: Forks, alone: Done, tmp_path: Path, resumed: int, batches: int
 ) -> None:

@@ -388,6 +388,7 @@ def test_fsdp_training_killed_and_resumed_is_identical_to_an_undisturbed_one(dae
         assert together(second, "apply", step_on, 2) == expected
 
 
+@pytest.mark.long
 def test_dcp_loads_the_same_state_on_another_number_of_ranks(daemon: Daemon) -> None:
     with sharded(daemon, 4, seed=3) as four:
         together(four, "apply", start_anew)

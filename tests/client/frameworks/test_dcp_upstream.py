@@ -251,7 +251,15 @@ def test_failure_at_a_stage_of_a_save_is_raised_and_the_next_save_succeeds(clien
 
 
 @pytest.mark.parametrize(
-    "stage", ["set_up_storage_reader", "read_metadata", "prepare_local_plan", "prepare_global_plan", "read_data"]
+    "stage",
+    [
+        "set_up_storage_reader",
+        *(
+            pytest.param(stage, marks=pytest.mark.long)
+            for stage in ("read_metadata", "prepare_local_plan", "prepare_global_plan")
+        ),
+        "read_data",
+    ],
 )
 def test_failure_at_a_stage_of_a_load_is_raised_and_the_next_load_succeeds(client: Client, stage: str) -> None:
     dcp.save({"replicated": torch.ones(10), "bytes": [1, 2]}, storage_writer=TierdWriter(client, 1))

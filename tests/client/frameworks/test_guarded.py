@@ -18,6 +18,7 @@ BACK = {"action": "rollback"}
 
 
 FRAMEWORKS = ("guarded_lightning", "guarded_hf")
+EDGES_SHORT = (("guarded_lightning", 0), ("guarded_hf", 3))
 
 
 def soon(kept: str) -> pytest.MarkDecorator:
@@ -95,7 +96,14 @@ def test_nan_goes_back_and_the_run_ends_finite(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [0, pytest.param(2, marks=pytest.mark.long), 3, pytest.param(ROWS - 1, marks=pytest.mark.long)]
+    ("forks", "bad"),
+    [
+        pytest.param(name, bad, marks=() if (name, bad) in EDGES_SHORT else pytest.mark.long)
+        for name in FRAMEWORKS
+        for bad in (0, 2, 3, ROWS - 1)
+    ],
+    indirect=["forks"],
+    scope="module",
 )
 def test_nan_at_the_edges(case: Case, bad: int) -> None:
     """At the first step, at the step of a snapshot and after it, and at the last one, with a fixed number of steps."""
@@ -148,6 +156,7 @@ def test_nan_while_gradients_are_accumulated(case: Case) -> None:
     assert case.rows()[5, 1]["milestone"] == "bad-loss-5-g1"
 
 
+@pytest.mark.long
 @soon("guarded_lightning")
 def test_nan_on_one_rank_takes_both_back(case: Case) -> None:
     """Rank 1 has the odd rows."""

@@ -172,7 +172,7 @@ def test_lightning_training_killed_in_an_epoch_resumes_identically(kind: str, da
     wait_until(lambda: any((daemon.hot / kind).glob(f"{STEPS:012d}-g*/manifest.json")), "the snapshot at the end")
 
 
-@pytest.mark.parametrize("kind", ["generator", "stream"])
+@pytest.mark.parametrize("kind", [pytest.param("generator", marks=pytest.mark.long), "stream"])
 def test_loaders_without_state_repeat_the_same_batches(kind: str, daemon: Daemon, tmp_path: Path) -> None:
     class Dies(Exception):
         pass

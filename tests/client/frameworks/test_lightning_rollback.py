@@ -41,6 +41,7 @@ def test_model_checkpoints_keep_their_list_of_files(forks: Forks, tmp_path: Path
         assert again.result["is_finite"]
 
 
+@pytest.mark.long
 def test_a_rollback_over_the_end_of_an_epoch_begins_its_metrics_anew(forks: Forks, tmp_path: Path) -> None:
     """The bad row is the first of the second epoch: step 17, back at 15, which is of the first."""
     with Daemon(tmp_path) as daemon:

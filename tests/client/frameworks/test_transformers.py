@@ -77,6 +77,7 @@ def test_finished_training_stays_finished(forks: Forks, tmp_path: Path, settings
         assert not [line for line in again.lines[0] if "loss" in line]
 
 
+@pytest.mark.long
 def test_finished_training_continues_when_its_last_step_is_raised(forks: Forks, tmp_path: Path) -> None:
     settings = {"output": str(tmp_path / "output")}
     with Daemon(tmp_path) as daemon:
@@ -142,6 +143,7 @@ def test_iterable_dataset_is_read_again_up_to_its_position(forks: Forks, tmp_pat
     assert again.steps(7) == alone.steps(7)
 
 
+@pytest.mark.long
 def test_hugging_face_training_continues_while_the_daemon_hangs(forks: Forks, tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon:
         done = forks.run(

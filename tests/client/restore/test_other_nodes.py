@@ -78,6 +78,7 @@ def test_checkpoint_that_only_another_node_knows_is_no_reason_to_start_from_scra
     assert together(trainers, "restore", resume="scratch", force=True) == [None, None]
 
 
+@pytest.mark.long
 def test_first_snapshot_without_a_restore_asks_all_nodes(tmp_path: Path, started: ExitStack) -> None:
     save_in(tmp_path, tmp_path / "dr")
     a = started.enter_context(node(tmp_path, "a", cold=tmp_path / "cold"))

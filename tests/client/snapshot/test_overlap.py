@@ -550,7 +550,7 @@ ACTS = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(acts=st.lists(ACTS, min_size=3, max_size=14))
 def test_committed_snapshot_is_the_state_at_the_call_under_any_order_of_events(daemon: Daemon, acts: list[str]) -> None:
     shots: dict[int, Shot] = {}

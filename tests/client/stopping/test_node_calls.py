@@ -238,6 +238,7 @@ def test_force_interrupts_the_ranks_of_all_nodes(tmp_path: Path, node: int) -> N
         assert [trainer.wait_exit() for trainer in trainers[1:]] == [INTERRUPTED] * 3
 
 
+@pytest.mark.long
 def test_signal_stops_all_ranks_over_a_tcp_store(tmp_path: Path) -> None:
     with nodes(tmp_path) as daemons, ExitStack() as stack:
         trainers = [stack.enter_context(Trainer()) for _ in range(4)]

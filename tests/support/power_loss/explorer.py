@@ -60,11 +60,13 @@ class Continuation:
 
 @dataclass
 class Explorer:
-    """`states`: the different states that were recovered from. `violations`: of promises, the first ones."""
+    """`states`: the different states that were recovered from. `violations`: of promises, the first ones. `every`: of
+    the states that operations make possible, every so many, and of those of the log the first of each operation."""
 
     root: Path
     calls: FileCalls
     policy: Policy
+    every: int = 1
     states: set[Key] = field(default_factory=set[Key])
     visits: int = 0
     losses: int = 0
@@ -73,6 +75,7 @@ class Explorer:
     _continuations: dict[Key, Continuation] = field(default_factory=dict[Key, Continuation])
     _visited: set[tuple[Key, Expected]] = field(default_factory=set[tuple[Key, Expected]])
     _present: Tree = field(default_factory=dict[str, bytes | None])
+    _counted: int = 0
 
     def explore(
         self,
@@ -96,10 +99,19 @@ class Explorer:
                 continue
             self.losses += 1
             # After an operation from which nothing new is certain, only what it makes possible is new.
-            for tree in disk.states(operation if expected is before and number > first else None):
+            states = disk.states(operation if expected is before and number > first else None)
+            for tree in self._chosen(states, has_first=True):
                 self._check(tree, expected, f"operation {number}, {operation!s:.200}")
                 if len(self.violations) > (0 if stops else 20):
                     return
+
+    def _chosen(self, states: Iterator[Tree], *, has_first: bool) -> Iterator[Tree]:
+        """`has_first`: the first one always. Of what is not synced yet, it has as little as possible beside the newest
+        operation."""
+        for index, tree in enumerate(states):
+            self._counted += 1
+            if self._counted % self.every == 0 or (has_first and index == 0):
+                yield tree
 
     def _told(self, mark: Mark, expected: Expected, where: str) -> Expected:
         """`durable` means: before a trainer is told, the checkpoint is whole on the disk."""
@@ -175,7 +187,7 @@ class Explorer:
         disk = VolatileDisk(self.calls.base)
         for operation in self.calls.log:
             disk.apply(operation)
-            for state in disk.states(operation):
+            for state in self._chosen(disk.states(operation), has_first=False):
                 during[frozenset(state.items())] = state
         during.pop(frozenset(tree.items()), None)
         after = self._present = disk.newest()
@@ -291,11 +303,11 @@ def _shown(tree: Tree) -> str:
 
 
 @contextmanager
-def explorer_at(root: Path, policy: Policy) -> Iterator[Explorer]:
+def explorer_at(root: Path, policy: Policy, *, every: int = 1) -> Iterator[Explorer]:
     """`root`: a new folder in memory."""
     root.mkdir(parents=True)
     try:
         with watching(root) as calls:
-            yield Explorer(root, calls, policy)
+            yield Explorer(root, calls, policy, every)
     finally:
         shutil.rmtree(root, ignore_errors=True)
