@@ -107,7 +107,7 @@ async def test_a_store_that_refuses_looks_is_listed_once_and_again_after_it_was_
     assert await look(rooms, lookout) == 2, "it had answered meanwhile"
 
 
-@pytest.mark.parametrize("interval_s", [0.1, 0.0])
+@pytest.mark.parametrize("interval_s", [0.1, pytest.param(0.0, marks=pytest.mark.long)])
 def test_a_look_is_one_head_and_ends_with_the_tier_named(tmp_path: Path, interval_s: float) -> None:
     """With an interval of 0, nothing is noticed until the next listing."""
     with bucket_server() as served:
