@@ -136,7 +136,7 @@ def test_doctor_and_the_log_name_what_other_users_can_reach(tmp_path: Path) -> N
         )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
 def test_interrupted_doctor_deletes_its_probe_objects(tmp_path: Path, number: signal.Signals) -> None:
     with bucket_server() as served:
         house = make_house(tmp_path)

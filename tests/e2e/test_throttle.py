@@ -77,8 +77,8 @@ def test_daemon_runs_at_a_lower_cpu_priority_than_training(tmp_path: Path) -> No
     del daemon._environ["TIERD_DAEMON_NICE"]  # of the other tests
     with daemon:
         threads = [int(one) for one in os.listdir(f"/proc/{daemon.pid}/task")]
-    least = max(10, os.getpriority(os.PRIO_PROCESS, 0))
-    assert {os.getpriority(os.PRIO_PROCESS, one) for one in threads} == {least}
+        least = max(10, os.getpriority(os.PRIO_PROCESS, 0))
+        assert {os.getpriority(os.PRIO_PROCESS, one) for one in threads} == {least}
 
 
 @pytest.mark.long

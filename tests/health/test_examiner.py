@@ -151,15 +151,15 @@ async def test_an_examination_whose_process_dies_or_hangs_is_retried(
 ) -> None:
     snapshot_set = rooms.seal(1, [shard(1.0)])
     worker = examiner(rooms)
-    monkeypatch.setattr(examiner_module, "PROGRAM", "tierd.no_such_program")
-    assert not await worker.run_once()
+    with monkeypatch.context() as patch:
+        patch.setattr(examiner_module, "PROGRAM", "tierd.no_such_program")
+        assert not await worker.run_once()
     assert "ended with code 1" in rooms.incidents.recent()[0]["message"]
-    monkeypatch.undo()
-    monkeypatch.setattr(examiner_module, "TIMEOUT_MIN_S", 0.0)
-    monkeypatch.setattr(examiner_module, "RATE_MIN_BYTES_S", 1e12)
-    with pytest.raises(Transient, match="no answer"):
-        await worker.examine(snapshot_set.id)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(examiner_module, "TIMEOUT_MIN_S", 0.0)
+        patch.setattr(examiner_module, "RATE_MIN_BYTES_S", 1e12)
+        with pytest.raises(Transient, match="no answer"):
+            await worker.examine(snapshot_set.id)
     assert await worker.run_once()
     assert snapshot_set.diagnosis is not None
     assert snapshot_set.diagnosis.healthy

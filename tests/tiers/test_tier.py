@@ -246,7 +246,16 @@ async def test_a_deletion_that_was_given_up_too_late_keeps_the_milestone_when_it
     assert ID not in cold.deleting
 
 
-@pytest.mark.parametrize("left", ["all", "no milestone", "not every shard", "no manifest", "a damaged manifest"])
+@pytest.mark.parametrize(
+    "left",
+    [
+        "all",
+        pytest.param("no milestone", marks=pytest.mark.long),
+        pytest.param("not every shard", marks=pytest.mark.long),
+        "no manifest",
+        "a damaged manifest",
+    ],
+)
 async def test_leftovers_of_a_deletion_are_deleted_unless_they_are_whole(cold: Tier, left: str) -> None:
     """A later daemon finds them, a day later."""
     made = manifest()

@@ -20,7 +20,7 @@ def hang(daemon: Daemon, seconds: float) -> None:
     threading.Timer(seconds, daemon.signal, [signal.SIGCONT]).start()
 
 
-@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+@pytest.mark.parametrize("when_busy", ["wait", pytest.param("skip", marks=pytest.mark.long)])
 def test_last_snapshot_waits_for_a_slot_as_long_as_the_grace_time_allows(tmp_path: Path, when_busy: str) -> None:
     model = tierd_client.TrainingState(model=torch.nn.Linear(2, 2))
     with serving(tmp_path) as daemon:
