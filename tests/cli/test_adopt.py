@@ -167,7 +167,7 @@ def test_adopt_is_refused_while_the_checkpoints_of_the_run_are_unknown(house: Ho
     write(house.cold / "hf/000000000100-g0001/manifest.json")
     result = house.tierd("adopt", folder, "--run", "hf", "--step", "500")
     assert result.exit_code == 14
-    assert "which checkpoints it has is not known" in result.stderr
+    assert "the checkpoints of the run are not all known" in result.stderr
     assert os.listdir(house.hot) == []
 
 
