@@ -171,7 +171,6 @@ def _print(found: list[SidecarVersion]) -> None:
     table(["RUN", "PHASE", "FILE", "VERSION", "SIZE"], rows, right=("VERSION",))
 
 
-
 def written_lines(written: list[SidecarVersion], into: Path) -> list[str]:
     """What `write_newest` has done, in words."""
     lines: list[str] = []
