@@ -117,7 +117,8 @@ async def stored_sidecars(tiers: OpenedTiers, runs: list[Run]) -> Stored:
 
 
 async def _write(tiers: OpenedTiers, key: Key, by_tier: dict[str, list[Segment]], target: Path, access: Access) -> bool:
-    """Write the file from the tier that has most of it, or the next one if that fails. Raises the last error."""
+    """Write the file from the tier that has most of it, or the next one if that fails. Raises the error of the last
+    one."""
     error: TierdError = NotFound(f"read {key[2]}: no tier has it")
     for name in sorted(by_tier, key=lambda name: -_end(by_tier[name])):
         try:

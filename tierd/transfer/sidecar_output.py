@@ -22,8 +22,9 @@ _OBJECT_BYTES_MAX = SEGMENT_BYTES_MAX + (64 << 10)
 
 
 async def write_sidecar(tier: Tier, path: Sequence[Segment], target: Path, access: Access) -> bool:
-    """Write the bytes of these segments, without holes, to `target`. False if it has them already. Raises NotFound when
-    a segment was replaced meanwhile, Corrupt, Foreign, TierUnreachable, Full, and TargetNotEmpty for other bytes."""
+    """Write the bytes of these segments, which have no holes, to `target`. False if the target has them already. Raises
+    NotFound when a segment was replaced meanwhile, Corrupt, Foreign, TierUnreachable, Full, and TargetNotEmpty when the
+    target has other bytes."""
     try:
         output = await asyncio.to_thread(_Output, target, access)
         try:

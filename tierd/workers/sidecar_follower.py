@@ -58,7 +58,8 @@ class _Followed:
     of this version is known to be in a tier, and the digest of it. `differs_since_s`: since when the file does not
     begin with these bytes. `changed_s`: since when a tier may lack something of the file. `read_s`: how long it took to
     read the file. `not_before_s`: the earliest time of the next read. `open_file`: the file as it was last read, if it
-    began with the stored bytes: it has the rest of this version if the program renames or deletes the file."""
+    began with the stored bytes: it has the rest of this version if the program renames or deletes the file.
+    """
 
     key: tuple[int, ...] = ()
     version: int = 0
