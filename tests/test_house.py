@@ -492,7 +492,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/daemon_process.py": "test_daemon.py",
     "tierd/cli/sidecars.py": "e2e/test_sidecars.py",
     "tierd/cli/pivot.py": "e2e/test_pivot.py",
-    "tierd/cli/adopt_tree.py": "cli/test_adopt.py",
+    "tierd/cli/hot_commit.py": "cli/test_adopt.py",
     "tierd/s3/foreign_objects.py": "cli/test_adopt_bucket.py",
     "tierd/transfer/bucket_history.py": "cli/test_adopt_bucket.py",
     "tierd/transfer/history_source.py": "cli/test_adopt_history.py",

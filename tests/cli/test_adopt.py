@@ -22,6 +22,7 @@ from tests.support.state import Training, assert_same
 from tests.support.waiting import wait_until
 from tests.support.wire_peer import Peer
 from tierd.format import wire
+from tierd.transfer.adoption import FolderAdoption
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def test_adopt_is_refused_while_the_checkpoints_of_the_run_are_unknown(house: Ho
     write(house.cold / "hf/000000000100-g0001/manifest.json")
     result = house.tierd("adopt", folder, "--run", "hf", "--step", "500")
     assert result.exit_code == 14
-    assert "which checkpoints it has is not known" in result.stderr
+    assert "the checkpoints of the run are not all known" in result.stderr
     assert os.listdir(house.hot) == []
 
 
@@ -268,6 +269,24 @@ def test_beside_a_running_daemon_it_is_found_copied_to_cold_and_refused_to_a_tra
         restored = daemon.tierd("restore", "--tier", "cold", "--run", "hf", "--to", tmp_path / "back")
     assert restored.returncode == 0, restored.stderr
     assert contents(tmp_path / "back") == contents(folder)
+
+
+def test_a_step_that_a_daemon_commits_meanwhile_is_refused_by_name(
+    house: House, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that watches the folder writes into the place itself."""
+    (tmp_path / "daemon").mkdir()
+    daemon = make_house(tmp_path / "daemon")
+    assert daemon.tierd("adopt", folder, "--run", "hf", "--step", "5").exit_code == 0
+    check_unchanged = FolderAdoption.check_unchanged
+
+    async def commit_meanwhile(self: FolderAdoption) -> None:
+        await check_unchanged(self)
+        shutil.copytree(daemon.hot / "hf", house.hot / "hf", dirs_exist_ok=True)
+
+    monkeypatch.setattr(FolderAdoption, "check_unchanged", commit_meanwhile)
+    result = house.tierd("adopt", folder, "--run", "hf", "--step", "5")
+    assert (result.exit_code, "another process has just committed that step" in result.stderr) == (11, True)
 
 
 def test_two_adoptions_at_once_take_different_sequences_and_one_step_is_adopted_once(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_file_that_is_not_whole_is_refused(house: House) -> None:
     assert_refused(house, path, 12, "less than the header")
     assert_refused(house, house.root / "absent.bin", 10, "No such file")
     os.mkfifo(house.root / "pipe")
-    assert_refused(house, house.root / "pipe", 2, "no regular file")
+    assert_refused(house, house.root / "pipe", 2, "not a regular file")
 
 
 def test_2_to_the_31_parameters_and_another_number_of_them_are_refused(house: House) -> None:

@@ -57,7 +57,7 @@ def test_a_file_that_grows_by_one_byte_has_few_segments_and_is_not_written_too_o
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="does not exist any more"):
         read_state(tmp_path / "absent", [])
-    with pytest.raises(BadRequest, match="no regular file"):
+    with pytest.raises(BadRequest, match="not a regular file"):
         read_state(tmp_path, [])
     os.symlink(tmp_path / "absent", tmp_path / "link")
     with pytest.raises(BadRequest, match="Too many levels of symbolic links"):

@@ -288,7 +288,7 @@ async def test_a_damaged_file_is_left_out_with_one_warning_and_replaced(
         {"state": "finished"},
         {"state": "sleeping"},
         {"state": "lost", "since": "yesterday"},
-        {"state": "lost", "since": "2026-06-01"},
+        {"state": "lost", "since": "2126-06-01"},
     ],
 )
 async def test_a_record_that_makes_no_sense_is_left_out(life: Life, wrong: dict[str, str]) -> None:

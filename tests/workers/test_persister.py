@@ -183,7 +183,7 @@ async def test_another_checkpoint_with_the_same_id_is_not_taken_for_the_snapshot
     (message,) = rooms.sent
     assert isinstance(message, wire.Failed)
     assert message.kind == "corrupt"
-    assert "same id" in message.message
+    assert "under this name" in message.message
     assert snapshot_set.is_pending
     assert rooms.steps(tier) == [7]
 

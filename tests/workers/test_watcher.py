@@ -443,7 +443,7 @@ async def test_nothing_is_adopted_while_it_is_not_known_what_the_run_has(tmp_pat
         folder.rooms.catalog.listing_failed("cold", "no answer")
         save_hf(folder.out, 5, Writer())
         await folder.look()
-        assert "which checkpoints it has is not known" in folder.problems[0]
+        assert "the checkpoints of the run are not all known" in folder.problems[0]
         assert folder.rooms.count("tierd_watch_lag_seconds", run=RUN) == 0
         folder.clock.now_s += 7
         await folder.watcher.run_once()

@@ -70,8 +70,7 @@ class Forecasts:
         self._reading: asyncio.Future[TierForecasts] | None = None
 
     async def read(self, free: Mapping[str, int | None], on_hot_disk: Collection[str]) -> TierForecasts:
-        """The newest forecast. `free`: the free bytes of each tier, None without a disk. `on_hot_disk`: the cold tiers
-        on the disk of hot."""
+        """`free`: the free bytes of each tier, None without a disk. `on_hot_disk`: the cold tiers on hot's disk."""
         context, now_s = self._context, self._context.monotonic_s()
         if self._reading is None and now_s - self._read_s >= FORECAST_S:
             attached = {run for run in context.memory.runs() if context.memory.present(run)}

@@ -85,8 +85,7 @@ def take_roster(context: DaemonContext, run: Run, generation: Generation, descri
 
 
 def copy_from_partner(context: DaemonContext, session: TrainerSession, message: wire.Partner) -> None:
-    """Copy the parts of the partner's node from now on, and answer with those that are copied already. Raises
-    BadRequest."""
+    """Copy the parts of the partner's node from now on. Answer with those that are here already. Raises BadRequest."""
     copies = context.part_copies
     if copies is None or context.memory.node(session.run) is None:
         return

@@ -144,8 +144,7 @@ def _with_halts(decided: Iterable[Decision], shared: Mapping[Run, str]) -> list[
 
 
 def _halted(decision: Decision, why: str) -> Decision:
-    """Turn a deletion into KEEP, in tiers to which another daemon may write. Hot's replicas are known, so hot
-    goes on."""
+    """Turn a deletion into KEEP, in tiers to which another daemon may write. Hot's replicas are known: hot goes on."""
     if decision.action not in (Action.EVICT, Action.EXPIRE):
         return decision
     return replace(decision, action=Action.KEEP, reason=f"deletion is halted: {why}")

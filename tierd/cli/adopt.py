@@ -16,8 +16,8 @@ import typer
 from tierd.cli import options
 from tierd.cli.adopt_bucket import bucket_history, check_bucket
 from tierd.cli.adopt_history import adopt_history, history_preset
-from tierd.cli.adopt_tree import adopt_tree, existing
 from tierd.cli.console import duration, now, print_note, print_report, size
+from tierd.cli.hot_commit import adopt_tree, existing
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import settings_of

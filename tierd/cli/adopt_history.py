@@ -17,8 +17,8 @@ import msgspec
 from tierd.catalog.decisions import decisions
 from tierd.catalog.identity import Identities
 from tierd.catalog.listing import refresh_run
-from tierd.cli.adopt_tree import adopt_tree, existing
 from tierd.cli.console import duration, now, print_note, print_report, print_result, size
+from tierd.cli.hot_commit import adopt_tree, existing
 from tierd.cli.log import record
 from tierd.cli.opened_tiers import PARTIAL, OpenedTiers
 from tierd.config.sections import Config, WatchConfig

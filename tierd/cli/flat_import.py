@@ -24,7 +24,7 @@ from tierd.format.flat_file import Parameter
 from tierd.format.text import listed
 from tierd.format.whole import WholeTensor, whole_in
 from tierd.lifecycle.selection import CheckpointQuery
-from tierd.transfer.foreign_file import ForeignFile, created_at
+from tierd.transfer.foreign_file import ForeignFile
 from tierd.transfer.imported import ImportedState
 from tierd.transfer.verified_reader import VerifiedReader
 
@@ -66,7 +66,7 @@ async def open_flat(
         yield ImportedState(
             format=FORMAT,
             step=step,
-            created_at=created_at([file]),
+            created_at=file.created_at,
             trees=trees,
             tensors=list((tensors | replaced).values()),
             read=read,

@@ -9,18 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from tierd.catalog.identity import Identities
-from tierd.catalog.listing import refresh_run
 from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_note, print_report, progress_bar, size
 from tierd.cli.diff import parse_checkpoint
 from tierd.cli.flat_import import open_flat
+from tierd.cli.hot_commit import commit, new_checkpoint
 from tierd.cli.import_format import ForeignFormat, format_of
 from tierd.cli.import_template import open_template
 from tierd.cli.log import check_key, record
@@ -29,16 +29,13 @@ from tierd.cli.options import settings_of
 from tierd.cli.safetensors_import import open_safetensors
 from tierd.cli.torch_import import open_torch
 from tierd.config.sections import Config
-from tierd.errors import BadConfig, BadRequest, Corrupt, DaemonUnreachable, LockHeld, TargetNotEmpty
+from tierd.errors import BadConfig, BadRequest, Corrupt, DaemonUnreachable, TargetNotEmpty
 from tierd.format.audit import EventKind
 from tierd.format.digest import preferred
 from tierd.format.ids import HOT, CheckpointId, Run, check_run
 from tierd.format.manifest import Manifest
 from tierd.keys.key_file import keyring_of
-from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.run_lock import run_lock
 from tierd.tiers.tier import Tier
-from tierd.transfer.atomic_output import atomic_output
 from tierd.transfer.imported import ImportedState, imported_id
 from tierd.transfer.verify import verify_files
 
@@ -215,32 +212,19 @@ async def _commit(state: ImportedState, checkpoint: CheckpointId, tiers: OpenedT
     keyring = keyring_of(config.security.key_file, to_sign=True)
     shards = state.shards(checkpoint)
     size_bytes = sum(shard.size_bytes for shard in shards.values())
-    target = config.hot_path / checkpoint.run / checkpoint.name
-    with atomic_output(target, size_bytes=size_bytes, access=config.access) as output:
-        url = f"file://{output.partial}"
-        timeout_s = config.limits.directory_timeout_s
-        async with DirectoryStore(output.folder, timeout_s=timeout_s, access=output.access, url=url) as store:
-            algorithm = "" if keyring is None else preferred()
-            with progress_bar(f"step {checkpoint.step} into hot", size_bytes) as progress:
-                files = await state.write(checkpoint, shards, store, algorithm=algorithm, progress=progress)
-            tier = Tier("imported", store, limits=config.limits)
-            with progress_bar("reading back", size_bytes) as progress:
-                written = state.manifest(checkpoint, files, sequence=1)
-                verification = await verify_files(tier, written, progress=progress)
-            if verification.problems:
-                raise Corrupt(
-                    f"import {checkpoint}: what was written does not read back: {verification.sentences[0]}",
-                    hint="nothing was committed; docs/RUNBOOK.md#corrupt-chunk",
-                )
-            state.check_unchanged()
-            # Another command, or a daemon, may have committed other steps while this one was written.
-            async with run_lock(store.pool, target.parent):
-                await refresh_run(tiers.catalog, tiers.by_name[HOT], checkpoint.run, Identities(config))
-                if tiers.catalog.get(checkpoint) is not None:
-                    raise LockHeld(f"import {checkpoint}: another process has just committed that step")
-                manifest = state.manifest(checkpoint, files, sequence=tiers.catalog.sequence_max(checkpoint.run) + 1)
-                if keyring is not None:
-                    manifest = keyring.sign_manifest(manifest)
-                await tier.commit(manifest)
-                output.publish(output.folder / checkpoint.run / checkpoint.name)
-    return manifest
+    async with new_checkpoint(checkpoint, config, size_bytes=size_bytes) as (output, store):
+        algorithm = "" if keyring is None else preferred()
+        with progress_bar(f"step {checkpoint.step} into hot", size_bytes) as progress:
+            files = await state.write(checkpoint, shards, store, algorithm=algorithm, progress=progress)
+        with progress_bar("reading back", size_bytes) as progress:
+            written = state.manifest(checkpoint, files, sequence=1)
+            verification = await verify_files(Tier(HOT, store, limits=config.limits), written, progress=progress)
+        if verification.problems:
+            raise Corrupt(
+                f"import {checkpoint}: what was written does not read back: {verification.sentences[0]}",
+                hint="nothing was committed; docs/RUNBOOK.md#corrupt-chunk",
+            )
+        state.check_unchanged()
+        return await commit(
+            checkpoint, partial(state.manifest, checkpoint, files), tiers, config, keyring, output, store
+        )

@@ -39,8 +39,7 @@ class Template:
 async def open_template(
     path: Path, like: CheckpointQuery, tiers: OpenedTiers, config: Config
 ) -> AsyncGenerator[Template, Any]:
-    """`path`: the file to import, for errors. Read the template within the block. Raises NotFound, Corrupt or
-    Unsupported."""
+    """`path`: the imported file. Read the template within the block. Raises NotFound, Corrupt or Unsupported."""
     async with Replicas(like, selectable_replicas(tiers.catalog), tiers.by_name, config) as replicas:
         await replicas.nearest()
         manifest = replicas.manifest

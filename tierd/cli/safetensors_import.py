@@ -19,7 +19,7 @@ from tierd.errors import UNDECODABLE, BadConfig, Corrupt, NotFound, Unsupported
 from tierd.format.plain_safetensors import read_plain_header
 from tierd.format.shard import Shard
 from tierd.format.whole import whole_tensors
-from tierd.transfer.foreign_file import ForeignFile, created_at
+from tierd.transfer.foreign_file import ForeignFile
 from tierd.transfer.imported import ImportedState, architecture_of
 
 FORMAT = "safetensors"
@@ -55,7 +55,7 @@ async def open_safetensors(path: Path, step: int) -> AsyncGenerator[ImportedStat
         yield ImportedState(
             format=FORMAT,
             step=step,
-            created_at=created_at(files.values()),
+            created_at=max(file.created_at for file in files.values()),
             trees=[{MODEL: {"kind": "module", "suffix": "", "value": {}}}],
             tensors=tensors,
             read=read,

@@ -89,7 +89,7 @@ async def sidecars(
             raise NotFound(f"{len(runs)} runs have sidecar files", hint="name one with --run")
         access = settings.config().access if place is None else PRIVATE
         written = await write_newest(tiers, stored, into, access)
-        print_report(written, as_json=json, text=lambda reports: _print_written(reports, into))
+        print_report(written, as_json=json, text=lambda reports: print_result(*written_lines(reports, into)))
         return code
 
 
@@ -220,10 +220,6 @@ def _print(found: list[SidecarVersion]) -> None:
         for each in found
     ]
     table(["RUN", "PHASE", "FILE", "VERSION", "SIZE"], rows, right=("VERSION",))
-
-
-def _print_written(written: list[SidecarVersion], into: Path) -> None:
-    print_result(*written_lines(written, into))
 
 
 def written_lines(written: list[SidecarVersion], into: Path) -> list[str]:

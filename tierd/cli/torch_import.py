@@ -20,7 +20,7 @@ from tierd.errors import Corrupt, TierdError, from_kind
 from tierd.format.import_messages import LENGTH, REPLY_BYTES_MAX, REQUEST, ImportReply, ImportRequest
 from tierd.format.shard import DTYPE_BYTES
 from tierd.format.whole import whole_in
-from tierd.transfer.foreign_file import ForeignFile, created_at
+from tierd.transfer.foreign_file import ForeignFile
 from tierd.transfer.imported import ImportedState, architecture_of
 
 FORMAT = "torch"
@@ -58,7 +58,7 @@ async def open_torch(
             yield ImportedState(
                 format=FORMAT,
                 step=step,
-                created_at=created_at([file]),
+                created_at=file.created_at,
                 trees=[reply.tree],
                 tensors=tensors,
                 read=torch.read,

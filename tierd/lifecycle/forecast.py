@@ -222,8 +222,7 @@ def goes_on(views: Sequence[CheckpointView], now: datetime) -> bool:
 
 
 def pace_of(views: Sequence[CheckpointView]) -> CheckpointPace | None:
-    """The pace of the newest checkpoints. Differences of the sequence count deleted ones too; the median ignores pauses
-    of the training."""
+    """The pace of the newest checkpoints. The sequence counts deleted ones too; the median ignores pauses."""
     intervals_s: list[float] = []
     steps: list[float] = []
     for view, following in pairwise(views):
@@ -255,8 +254,7 @@ def _steady_count(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], 
 
 
 def _past(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: CheckpointPace) -> list[CheckpointView]:
-    """Simulated checkpoints before the newest, at this pace: all those that the rules can keep, beyond `keep_last` at
-    most one per hour."""
+    """Simulated checkpoints before the newest: all that the rules can keep, beyond `keep_last` at most one per hour."""
     newest = views[-1]
     newest_at = max(view.created_at for view in views if view.created_at is not None)
     last = max(rule.keep_last for rule in rules)

@@ -192,8 +192,7 @@ class Severity(StrEnum):
 
 
 class Alarm(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem that exists now. `alert`: its name in grafana/alerts.yml. `runbook`: a section of docs/RUNBOOK.md.
-    `command`: the one to type next."""
+    """`alert`: its name in grafana/alerts.yml. `runbook`: a section of docs/RUNBOOK.md. `command`: to type next."""
 
     alert: str
     severity: Severity

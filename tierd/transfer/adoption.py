@@ -55,8 +55,7 @@ class Adoption(abc.ABC):
         algorithm: str = "",
         progress: Progress | None = None,
     ) -> None:
-        """Copy and store the tree. Raises what `scan` and `Store.put` raise, and Transient when the source has changed
-        since it was listed."""
+        """Raises what `scan` and `Store.put` raise, and Transient when the source has changed since it was listed."""
         stored_tree, tree_file = self.tree.stored(self.node), adopted.tree_file(self.node)
         names = {entry.path: entry.stored_as for entry in stored_tree.files}
         entries: dict[str, FileEntry] = {}

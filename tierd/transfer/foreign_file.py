@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 
 from tierd.descriptors import read_all
@@ -31,8 +30,9 @@ class ForeignFile:
         return self._before.st_size
 
     @property
-    def modified_ns(self) -> int:
-        return self._before.st_mtime_ns
+    def created_at(self) -> str:
+        """When it was written, as in a manifest."""
+        return time_text(self._before.st_mtime_ns)
 
     def read(self, length: int, offset: int) -> bytes:
         """Read at most `length` bytes."""
@@ -58,8 +58,3 @@ class ForeignFile:
 
 def _version(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def created_at(files: Iterable[ForeignFile]) -> str:
-    """When the newest of the files was written."""
-    return time_text(max(file.modified_ns for file in files))

@@ -28,8 +28,7 @@ class HistorySource(Protocol):
         ...
 
     async def tree(self, name: str) -> SourceTree | None:
-        """The tree of this name, or None if it was just deleted. Raises Unsupported for entries that a checkpoint
-        cannot hold."""
+        """The tree, or None if it was just deleted. Raises Unsupported for entries that a checkpoint cannot hold."""
         ...
 
     async def listed(self, tree: SourceTree, preset: Preset, *, unchanged_s: float) -> Listed: ...

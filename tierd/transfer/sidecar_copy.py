@@ -48,8 +48,7 @@ class FileState:
 
     `key`: its `state_key`; a different key means that the file has changed. `settled`: its size without the bytes that
     only close its JSON document. `hashes`: by offset, the SHA-256 of the bytes up to it, as hash objects that can be
-    continued. `open_file`: the file, if the caller keeps it open; it may have another name now, or none.
-    """
+    continued. `open_file`: the file, if the caller keeps it open; it may have another name now, or none."""
 
     path: Path
     key: tuple[int, ...]
@@ -83,8 +82,7 @@ class FileState:
 
 
 def followed_files(folder: Path, patterns: Sequence[str]) -> list[str]:
-    """The names in the folder that fit a pattern; none if the folder does not exist. Blocks. Raises BadRequest when the
-    folder cannot be listed."""
+    """The names that fit a pattern; none without the folder. Blocks. Raises BadRequest when it cannot be listed."""
     try:
         names = sorted(os.listdir(folder))
     except FileNotFoundError:

@@ -20,8 +20,7 @@ PREFIX = ".tierd-removes-"
 
 
 def remove_source(tree: SourceTree) -> None:
-    """Delete the tree. Raises NotFound when it is gone, Transient when it has changed since its adoption or cannot be
-    deleted."""
+    """Raises NotFound when the tree is gone, Transient when it has changed since its adoption or cannot be deleted."""
     path = tree.path
     if difference := first_difference(tree, scan(path)):
         raise changed(path, difference)

@@ -156,9 +156,8 @@ def first_difference(before: SourceTree, now: SourceTree) -> str:
 
 
 def scan(path: Path, *, may_be_empty: bool = False) -> SourceTree:
-    """The tree at `path`. Raises NotFound, BadRequest if this user may not read it, Unsupported if it is a link or has
-    an entry that a checkpoint cannot hold, and Transient when it changes meanwhile. `may_be_empty`: also without a
-    file."""
+    """Raises NotFound, BadRequest if this user may not read it, Unsupported if it is a link or has an entry that a
+    checkpoint cannot hold, and Transient when it changes meanwhile. `may_be_empty`: also without a file."""
     with _named(path):
         stat_result = os.stat(path, follow_symlinks=False)
         if stat.S_ISREG(stat_result.st_mode):

@@ -41,8 +41,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Line:
-    """The line of one generation. `points`: of a polyline in a picture of 100 by 100; `start`: the point where it
-    branches off."""
+    """The line of one generation. `points`: in a picture of 100 by 100; `start`: the point where it branches off."""
 
     generation: int
     points: str

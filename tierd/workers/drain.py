@@ -109,8 +109,7 @@ def _is_overtaken(context: DaemonContext, tier: str, part: NodeFile) -> bool:
 
 
 def _is_hopeless(context: DaemonContext) -> bool:
-    """Whether no tier can still take any of the snapshots. A hot disk with I/O errors may recover; a full one does
-    not."""
+    """Whether no tier can still take any of the snapshots. A hot disk with errors may recover; a full one does not."""
     tiers = context.tiers.keys()
     return all(pending.is_hot_full and pending.refused_by >= tiers for pending in context.memory.pending())
 

@@ -121,8 +121,7 @@ def restore_by_policy(
 def _restore_run(
     session: DaemonSession, ranks: Ranks, run: str, request: RestoreRequest, read: ReadReplica, read_own: ReadReplica
 ) -> Replica:
-    """Start a run that has no checkpoints at one of another run. After a kill, the same command continues the run's own
-    checkpoints."""
+    """Start a run that has no checkpoints at one of another run. After a kill, the same command continues its own."""
     if run == session.hello.run:
         raise BadConfig(f"restore {run} with resume='run:{run}': it is this run", hint='"auto", or a step of it')
     own_request = RestoreRequest(allow_unhealthy=request.allow_unhealthy)
