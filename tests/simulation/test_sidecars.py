@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -21,18 +22,17 @@ from tests.support.simulation.loop import OWNER, Process, SimulatedLoop
 from tierd.config.sections import ColdConfig
 from tierd.format.sidecar import Segment, branches, parse_segment, segment_prefix
 from tierd.tiers.tier import Tier
-from tierd.transfer.sidecar_copy import state_key
 from tierd.transfer.sidecar_output import verified_segments
-from tierd.workers.sidecar_follower import COPY_S, POLL_S, SidecarFollower
+from tierd.workers.sidecar_follower import CHECK_S, COPY_S, POLL_S, SidecarFollower
 
 NAME = "log.jsonl"
-BUSY_S, QUIET_S = 60.0, 240.0
+BUSY_S = 60.0
+QUIET_S = CHECK_S + 100.0  # a slow put of another daemon may come after the listing that confirms a file
 
 
 class Node:
-    """A machine with a program that appends to its file, and a daemon. `known`: how much of the file the daemon has
-    found in all tiers, in a listing that is later than its last write. `former`: (content, known) of the files that the
-    program has replaced."""
+    """A machine with a program that appends to its file, and a daemon. `known`: how much of the file a daemon has
+    copied before a pass that has listed it. `former`: (content, known) of the files that the program has replaced."""
 
     def __init__(self, world: World, number: int, beginning: bytes) -> None:
         self.world, self.number = world, number
@@ -60,13 +60,18 @@ class Node:
         self.process.is_alive = False
 
     async def _follow(self, worker: SidecarFollower) -> None:
-        await asyncio.sleep(self.world.loop.random.uniform(0.0, POLL_S))
         while True:
+            await asyncio.sleep(self.world.loop.random.uniform(0.5, 1.5) * POLL_S)
+            files = worker._files  # pyright: ignore[reportPrivateUsage]
+            before, count = files.get(NAME), len(self.former)
+            before = None if before is None else dataclasses.replace(before)
             await worker.run_once()
-            followed, about = worker._files.get(NAME), self.file.stat()  # pyright: ignore[reportPrivateUsage]
-            if followed is not None and followed.is_confirmed and followed.key == state_key(about):
-                self.known = about.st_size
-            await asyncio.sleep(POLL_S)
+            after = files.get(NAME)
+            if before is None or after is None or len(self.former) != count:
+                continue
+            has_copied = before.not_before_s != after.not_before_s and after.differs_since_s is None
+            if has_copied and before.version == after.version:
+                self.known = max(self.known, before.stored_bytes)
 
     def replace(self) -> None:
         """The program begins its file anew, as one that rotates it."""

@@ -180,21 +180,6 @@ async def test_two_daemons_that_see_one_changed_past_go_on_in_one_version(nodes:
     assert sorted(await nodes.contents()) == [b"1\n2\n", b"a\nb\n"]
 
 
-async def test_a_former_version_of_another_file_reaches_a_tier_that_has_the_same_version(nodes: Nodes) -> None:
-    """Written while cold did not answer, and gone before it did."""
-    one, other = nodes.all
-    one.file.write_bytes(b"one 1\none 2\n")
-    await nodes.settle(one)
-    await nodes.cold.store.delete([each.key for each in (await nodes.segments())[1]])
-    one.file.unlink()
-    other.file.write_bytes(b"other 1 is longer than that\n")
-    await nodes.settle(other)
-    await one.restart()
-    await nodes.settle(one)
-    found = [await content_of(nodes.cold, path) for path in branches((await nodes.segments())[1])]
-    assert sorted(found) == [b"one 1\none 2\n", b"other 1 is longer than that\n"]
-
-
 async def test_what_is_not_signed_begins_no_version(nodes: Nodes) -> None:
     one = nodes.all[0]
     one.file.write_bytes(b"1\n2\n")

@@ -116,15 +116,16 @@ class Announcements:
         assert announced.created is not None  # decode_announced refuses others
         here_s, there_s = tree.modified_ns / 1e9, announced.created.timestamp()
         later_s, quiet_s, spread_s = here_s - there_s, self._watch.quiet_s, SPREAD * self._watch.quiet_s
+        same_s = min(SAME_S, quiet_s)
         how = f"it was written {abs(later_s):.0f} s {'later' if later_s > 0 else 'earlier'} than on node 0"
         other = f"{how}, so it may be another save of step {announced.step}: "
         if self._is_last_on_node_0:
             # Node 0 writes the last file of a save. The files here do not show when the save is complete.
             must = f"the clocks of the nodes must agree within {quiet_s:g} s, quiet_s"
-            is_other, is_same = later_s > quiet_s, later_s <= SAME_S
+            is_other, is_same = later_s > quiet_s, later_s <= same_s
         else:
             must = f"the clocks of the nodes must agree, and a save end on all within {spread_s:g} s, 6 times quiet_s"
-            is_other, is_same = abs(later_s) > spread_s, abs(later_s) <= SAME_S
+            is_other, is_same = abs(later_s) > spread_s, abs(later_s) <= same_s
         if is_other:
             return other + must
         # If the files here are of another save, node 0 has its files too within this time, and announces that save.
