@@ -337,7 +337,12 @@ def test_jobset_has_jobs_that_fit_the_schema_and_agree_with_the_training(tmp_pat
     config_map["data"]["tierd.toml"], _, peers = config_map["data"]["tierd.toml"].partition("\n[peers]\n")
     assert config_map == alone
     (nodes,) = jobset["spec"]["replicatedJobs"]
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": nodes["name"]}, **nodes["template"]}
+    job: dict[str, Any] = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": nodes["name"]},
+        **nodes["template"],
+    }
     kubernetes_validate.validate(job, KUBERNETES, strict=True)
     spec = job["spec"]
     assert spec["completionMode"] == "Indexed"
@@ -352,8 +357,8 @@ def test_jobset_has_jobs_that_fit_the_schema_and_agree_with_the_training(tmp_pat
     advertise, port = daemon["env"].pop(), daemon["ports"].pop()
     assert advertise == {"name": "TIERD_PEERS_ADVERTISE", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     (tmp_path / "tierd.toml").write_text(f"[peers]\n{peers}")
-    found = config_file.load("tierd.toml", environ={advertise["name"]: "10.1.2.3"}, cwd=tmp_path)
-    assert (found.peers.listen, found.peers_host) == (f"0.0.0.0:{port['containerPort']}", "10.1.2.3")
+    loaded = config_file.load("tierd.toml", environ={advertise["name"]: "10.1.2.3"}, cwd=tmp_path)
+    assert (loaded.peers.listen, loaded.peers_host) == (f"0.0.0.0:{port['containerPort']}", "10.1.2.3")
     assert inner["initContainers"] == pod()["initContainers"]
     assert inner["securityContext"] == pod()["securityContext"]
     differing = [one["name"] for one, other in zip(inner["volumes"], pod()["volumes"], strict=True) if one != other]

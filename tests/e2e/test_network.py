@@ -134,7 +134,7 @@ def test_a_node_dies_with_its_disk_and_the_training_goes_on_with_a_spare(tmp_pat
         for each in four[:3]:
             each.end()
         train(tmp_path, [*four[:3], spare])
-        wait_until(lambda: len(spare.resumed()) == 2, "the spare to go on", 240)
+        wait_until(lambda: all(len(each.resumed()) == 2 for each in (four[0], spare)), "the spare to go on", 240)
         assert {tier for _, tier in spare.resumed()} == {"peer"}
         (step,) = {step for step, _ in spare.resumed()}
         assert 10 <= step <= reached

@@ -247,7 +247,7 @@ def test_daemons_that_restart_after_the_last_snapshot_hold_up_no_wait_everywhere
         save(trainers)
         (daemons[0].hot / ".peers" / "run" / "000000000002-g0001").unlink(missing_ok=True)
         restart(daemons)
-        together(trainers, "wait_everywhere", timeout_s=20)
+        together(trainers, "wait_everywhere", timeout_s=100)
         assert copies(daemons[0])[-1:] == [2]
 
 

@@ -80,6 +80,14 @@ class EverywherePersisted:
         self._look_at_copies()
         return self._is_copied(step) and self._is_examined(step)
 
+    def awaited(self, step: int) -> str:
+        """What a step that is not settled waits for, as a sentence without its end."""
+        return (
+            "this node has not examined its part yet"
+            if self._is_copied(step)
+            else "this node has no copy yet of its partner's part"
+        )
+
     def missing(self) -> list[int]:
         """COUNT numbers for the last snapshots, newest first: 0 if the snapshot is safe here, else 1. The ranks compute
         the maximum over all ranks and pass it to `agree`."""

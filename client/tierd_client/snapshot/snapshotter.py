@@ -240,7 +240,7 @@ class Snapshotter:
             now_s = time.monotonic()
             if now_s > deadline_s:
                 raise self._generation.why_waiting() or Transient(
-                    f"wait for step {shot.step} on every node: this node has no copy yet of its partner's part",
+                    f"wait for step {shot.step} on every node: {self.everywhere.awaited(shot.step)}",
                     hint="docs/RUNBOOK.md#peers",
                 )
             if now_s > asked_s + ASK_INTERVAL_S:

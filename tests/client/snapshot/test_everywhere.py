@@ -161,3 +161,16 @@ def test_a_verdict_may_come_first_and_is_not_replaced_by_time() -> None:
     rank.examined(1, 1, is_healthy=False)
     rank.persisted(1, 1)
     assert exchange([rank]) == {None}
+
+
+def test_what_a_step_waits_for_is_named() -> None:
+    everywhere = EverywherePersisted(lambda: 0.0)
+    everywhere.keeps_copies = True
+    everywhere.taken(1, 5)
+    everywhere.persisted(1, 5)
+    assert "no copy yet" in everywhere.awaited(5)
+    everywhere.copied(1, 5)
+    assert not everywhere.is_settled(5)
+    assert "has not examined its part" in everywhere.awaited(5)
+    everywhere.examined(1, 5, is_healthy=True)
+    assert everywhere.is_settled(5)
