@@ -55,8 +55,7 @@ def fill(rooms: Rooms, runs: int) -> None:
 @pytest.fixture(params=[1, 100, COUNT], ids=["one run", "100 runs", "a run each"])
 async def rooms(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Rooms]:
     async with rooms_at(tmp_path, lifecycle=KEEP_ALL, clocks={"now": lambda: NOW}) as rooms:
-        for tier in rooms.tiers.values():
-            await rooms.context.identities.begin({tier.name: tier})
+        await rooms.context.identities.begin(rooms.tiers)
         fill(rooms, request.param)
         yield rooms
 
@@ -80,9 +79,9 @@ def stretches() -> Any:
 async def longest_s(rooms: Rooms, act: Callable[[], Awaitable[object]], times: int = 3) -> float:
     """Of the best of several attempts, each after a change of one checkpoint."""
     found: list[float] = []
-    newest = rooms.catalog.entries(Run("run0"))[0].id
-    for _ in range(times):
-        rooms.catalog.diagnosed(newest, "cold", is_healthy=True)
+    newest = rooms.catalog.entries(Run("run0"))[0].manifest
+    for attempt in range(times):
+        rooms.catalog.add(newest, "cold", [f"attempt-{attempt}-{time.monotonic_ns()}"])
         with stretches() as of_attempt:
             await act()
         found.append(max(of_attempt))
