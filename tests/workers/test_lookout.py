@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -160,7 +160,7 @@ async def test_a_slow_look_is_no_silence_while_other_calls_are_answered(tmp_path
 
 
 @asynccontextmanager
-async def silent_rooms(root: Path) -> AsyncIterator[tuple[Rooms, set[str]]]:
+async def silent_rooms(root: Path) -> AsyncGenerator[tuple[Rooms, set[str]]]:
     """As `rooms`, with a cold tier where no look is answered while the set has an element."""
     async with rooms_at(root, limits=SILENT) as rooms:
         for run in (RUN, "other"):
