@@ -46,7 +46,6 @@ JSON = {"TIERD_DAEMON_LOG_FORMAT": "json"}
 @pytest.mark.parametrize(
     ("environ", "cold", "exit_code", "sentence"),
     [
-        ({}, 'url = "file://hot"', 2, "hot.path"),
         ({"TIERD_LISTEN": "x"}, "", 2, "nothing reads $TIERD_LISTEN"),
         ({"TIERD_SECURITY_KEY_FILE": "/nowhere"}, "", 2, "/nowhere"),
         ({"TIERD_DAEMON_LISTEN": "256.0.0.1:1"}, "", 2, "256.0.0.1"),

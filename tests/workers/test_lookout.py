@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -127,7 +127,7 @@ async def test_a_tier_that_answers_nothing_is_not_known_after_a_third_of_one_tim
         known = rooms.catalog.tiers["cold"]
         assert not known.is_known
         assert known.error.endswith("manifest.json in " + rooms.cold["cold"].store.url + ": no valid answer for 0.2 s")
-        assert [halt.tier for halt in halted(rooms.catalog)] == ["cold"], "nothing is deleted because of an old listing"
+        assert "cold" in {halt.tier for halt in halted(rooms.catalog)}, "nothing is deleted because of an old listing"
         assert await look(rooms, lookout) == 0, "the lister tries again by itself"
         silence.clear()
         await refresh(rooms.catalog, rooms.cold["cold"], rooms.context.identities)
@@ -160,7 +160,7 @@ async def test_a_slow_look_is_no_silence_while_other_calls_are_answered(tmp_path
 
 
 @asynccontextmanager
-async def silent_rooms(root: Path) -> AsyncIterator[tuple[Rooms, set[str]]]:
+async def silent_rooms(root: Path) -> AsyncGenerator[tuple[Rooms, set[str]]]:
     """As `rooms`, with a cold tier where no look is answered while the set has an element."""
     async with rooms_at(root, limits=SILENT) as rooms:
         for run in (RUN, "other"):
@@ -178,6 +178,7 @@ async def silent_rooms(root: Path) -> AsyncIterator[tuple[Rooms, set[str]]]:
         yield rooms, silence
 
 
+@pytest.mark.long
 def test_a_server_that_accepts_and_never_answers_is_named_soon(tmp_path: Path) -> None:
     with bucket_server() as served:
         cold = f'url = "s3://{BUCKET}/deep"\nendpoint_url = "{served.url}"'

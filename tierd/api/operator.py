@@ -172,8 +172,10 @@ class Operator:
 
     async def _runs(self, on_hot_disk: Set[str]) -> AsyncIterator[RunReport]:
         """By name. Other tasks go on meanwhile."""
+        costs = self._context.metrics.mean_s(self._context.metrics.restore_seconds)
+        restore_s = {tier: mean_s for tier, (mean_s, _) in costs.items()}
         for count, run in enumerate(sorted({*self._catalog.runs(), *self._memory.runs()}), start=1):
-            yield self._run(run, on_hot_disk)
+            yield self._run(run, on_hot_disk, restore_s)
             if count % RUNS_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
@@ -189,7 +191,7 @@ class Operator:
             async with asyncio.timeout(LOOK_S):
                 await asyncio.gather(*(lister.look() for lister in self._listers.values()))
 
-    def _run(self, run: Run, on_hot_disk: Set[str]) -> RunReport:
+    def _run(self, run: Run, on_hot_disk: Set[str], restore_s: Mapping[str, float]) -> RunReport:
         report = run_report(self._catalog, run, self._now())
         newest = self._memory.newest_restorable(run)
         in_memory = newest and newest_report(newest.id, newest.head.created_at, self._now())
@@ -229,7 +231,7 @@ class Operator:
             report.pause = Pause(round(pause.seconds, 1), round(pause.limit_s, 1))
             report.processes = self.processes(run) if pause.is_too_long else []
         report.newer_generation = self._context.newer_generations().get(run)
-        report.at_risk = self._at_risk(run, report, on_hot_disk)
+        report.at_risk = self._at_risk(run, report, on_hot_disk, restore_s)
         # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {*self._catalog.unhealthy(run)}
         unhealthy |= {snapshot_set.id for snapshot_set in self._memory.complete(run) if snapshot_set.is_unhealthy}
@@ -237,8 +239,9 @@ class Operator:
         report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
         return report
 
-    def _at_risk(self, run: Run, report: RunReport, on_hot_disk: Set[str]) -> list[RiskReport]:
-        costs = self._context.metrics.mean_s(self._context.metrics.restore_seconds)
+    def _at_risk(
+        self, run: Run, report: RunReport, on_hot_disk: Set[str], restore_s: Mapping[str, float]
+    ) -> list[RiskReport]:
         sources, progress = sources_of(report), self._memory.progress
         has_saved = any(source.generation == report.generation for source in sources.values())
         return work_at_risk(
@@ -246,7 +249,7 @@ class Operator:
             world_size=report.world_size or 1,
             is_running=report.state == "running",
             step_s=progress.step_s(run),
-            restore_s={tier: mean_s for tier, (mean_s, _) in costs.items()},
+            restore_s=restore_s,
             on_hot_disk=on_hot_disk,
             started_s=None if has_saved else progress.started_s(run, self._context.monotonic_s()),
             silent_s=report.pause.seconds if report.pause is not None and report.pause.is_too_long else 0.0,

@@ -54,9 +54,7 @@ class Contents:
 
     def parts(self, run: Run) -> list[NodeFile]:
         """This node's parts in hot, newest first."""
-        in_hot = self._entries.in_tier(HOT).values()
-        parts = [entry.part for entry in in_hot if entry.part is not None and entry.id.run == run]
-        return sorted(parts, key=lambda part: part.id.recency, reverse=True)
+        return [entry.part for entry in reversed(self._entries.of_run(run)) if entry.part is not None]
 
     def newest_part(self, run: Run) -> NodeFile | None:
         """The newest part in hot that is not known to be unhealthy."""

@@ -178,17 +178,14 @@ async def _read(catalog: Catalog, tier: Tier, listing: Listing, *, is_read_only:
     for checkpoint in newer_format:
         catalog.saw_generation(checkpoint.run, checkpoint.generation)
     replicas: dict[CheckpointId, tuple[Manifest, frozenset[str]]] = {}
-    diagnoses: dict[CheckpointId, bool] = {}
     for count, (checkpoint, manifest) in enumerate(manifests.items(), start=1):
         replicas[checkpoint] = manifest, listing.marks(checkpoint)
-        if (diagnosis := listing.diagnosis(checkpoint)) is not None:
-            diagnoses[checkpoint] = diagnosis
         if count % OBJECTS_AT_ONCE == 0:
             await asyncio.sleep(0)
     return _Listed(
         replicas=replicas,
         unreadable=unreadable,
-        diagnoses=diagnoses,
+        diagnoses={c: diagnosis for c in manifests if (diagnosis := listing.diagnosis(c)) is not None},
         newer_format=newer_format,
         foreign=foreign | listing.foreign,
     )
