@@ -85,7 +85,7 @@ def test_start_logs_the_config_file_the_variables_that_override_it_and_the_tiers
     file, tiers = line.partition("INFO config: ")[2].split("; ", 1)
     path, variables = file.split(", overridden by ")
     assert path == str(daemon.config)
-    names = {"TIERD_LIFECYCLE_HOT_KEEP_LAST", "TIERD_SCRUB_INTERVAL_S", "TIERD_HEALTH_EXAMINE"}
+    names = {"TIERD_LIFECYCLE_HOT_KEEP_LAST", "TIERD_SCRUB_INTERVAL_S", "TIERD_HEALTH_EXAMINE", "TIERD_DAEMON_NICE"}
     assert set(variables.split(", ")) == names, "a variable of trainers overrides no key"
     assert tiers == f"hot tier: {daemon.hot}; cold tiers: cold file://{daemon.cold}"
 

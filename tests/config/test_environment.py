@@ -15,7 +15,7 @@ from tierd.errors import BadConfig
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("tierd", "client", "deploy", "examples", "bench", "tests")
-EXAMPLES = {"TIERD_SECTION_KEY"}  # in documentation
+EXAMPLES = {"TIERD_LISTEN", "TIERD_SECTION_KEY"}  # in documentation
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ async def test_another_file_is_not_replaced(rooms: Rooms, tmp_path: Path) -> Non
 async def test_a_segment_that_is_gone_or_swapped_leaves_nothing(rooms: Rooms, tmp_path: Path) -> None:
     hot = rooms.context.hot
     path = await stored(hot, 0, 7, 14)
-    with pytest.raises(Corrupt, match="another digest"):
+    with pytest.raises(Corrupt, match="the digest of its bytes is not the one in its header"):
         await write_sidecar(hot, path[1:], tmp_path / "a.jsonl", PRIVATE)
     await hot.store.delete([path[1].key])
     with pytest.raises(NotFound):

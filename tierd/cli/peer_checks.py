@@ -1,5 +1,8 @@
-"""What `tierd doctor` checks of one of several nodes: the address where others read its parts, its partner with its
-settings and its clock, and whether its cold tiers are those of the other nodes."""
+"""What `tierd doctor` checks on one of several nodes.
+
+The address where other nodes read its parts, the settings and the clock of its partner, and whether its cold tiers are
+those of the other nodes.
+"""
 
 from __future__ import annotations
 

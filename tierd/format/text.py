@@ -39,10 +39,10 @@ def printable_json(encoded: bytes) -> str:
         units = char.encode("utf-16-be", "surrogatepass")
         return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
 
-    text = encoded.decode()
-    if text.isascii() and text.isprintable():  # much faster, and most often so
-        return text
-    return _NOT_PRINTABLE.sub(escape, text)
+    decoded = encoded.decode()
+    if decoded.isascii() and decoded.isprintable():  # much faster, and most often so
+        return decoded
+    return _NOT_PRINTABLE.sub(escape, decoded)
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:

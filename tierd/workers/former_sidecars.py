@@ -1,5 +1,4 @@
-"""Completes the cold tiers with what another tier has of sidecar files that are not followed any more: former versions,
-and files that are gone.
+"""Completes the cold tiers with former versions of sidecar files, and with files that are gone, from another tier.
 
 A cold tier that did not answer when they were written lacks them. Where it has another file under the same name and
 version, both stay there: readers find each by its digests.
