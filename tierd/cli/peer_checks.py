@@ -141,8 +141,8 @@ async def _clock_ahead_s(address: str, reader: asyncio.StreamReader, writer: asy
         for line in head.split("\r\n")[1:]:
             name, _, value = line.partition(":")
             if name.strip().lower() == "date":
-                told = parsedate_to_datetime(value.strip())
-                return (told.replace(tzinfo=told.tzinfo or UTC) - now()).total_seconds()
+                date = parsedate_to_datetime(value.strip())
+                return (date.replace(tzinfo=date.tzinfo or UTC) - now()).total_seconds()
     return None
 
 

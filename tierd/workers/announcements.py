@@ -197,7 +197,7 @@ class Announcements:
                     if (announced.created_at, announced.world_size) == (tree.created_at, self._watch.nodes):
                         return announced
         except (TierdError, TimeoutError) as error:
-            log.warning("look for step %d of %s in %s: %s", step, self._run, tier.name, str(error) or "no answer")
+            log.warning("look for step %d of %s in %s: %s", step, self._run, tier.name, text_of(error))
         return None
 
     async def _write_head(self, checkpoint: CheckpointId, tree: SourceTree) -> Announced | None:
