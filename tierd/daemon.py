@@ -380,6 +380,7 @@ class _Daemon:
         self._wakes["persist"].set()
 
     def relist(self, tier: str) -> None:
+        self._listers[tier].must_list = True
         self._wakes[f"list {tier}"].set()
 
     def run_forgotten(self, run: Run) -> None:

@@ -225,6 +225,12 @@ class Catalog(Contents):
         self.tiers[tier].error = error
         self.changes += 1
 
+    def looked(self, tier: str) -> None:
+        """Single checkpoints in the tier were looked at, and agree with what is known: it answers."""
+        knowledge = self.tiers[tier]
+        self.changes += not knowledge.is_known or knowledge.is_whole
+        knowledge.is_known, knowledge.is_whole, knowledge.error = True, False, ""
+
     def forget_copying(self, tier: str) -> None:
         """What a former daemon was copying to `tier` is not known, until `set_copying` is called."""
         self._copying_unknown.add(tier)

@@ -113,16 +113,18 @@ class SentParts(NamedTuple):
 
 @dataclass(slots=True)
 class TierKnowledge:
-    """The last listing of a tier. `error`: why it is not known now. `fingerprints`: size and ETag of each manifest that
-    was read; one that differs now is read again. `partial`: checkpoints without a manifest or with a
-    tombstone, and when their newest file was written, in Unix time. `sent`: what nodes sent of those over several
-    nodes. `gone`: those with a tombstone: a daemon has deleted them there, while another one may still have them. By
-    checkpoint the save digest of what was deleted: "" if the tombstone does not say it, None if it was not read.
-    `damaged`: the unreadable ones whose bytes were found to be wrong, which no listing shows. `newer_format`: the
-    unreadable ones that a later tierd wrote. `foreign`: replicas and markers that count for nothing, and why, by key.
-    `missing`: replicas that were there and that a listing did not show any more, as they were."""
+    """The last listing of a tier. `error`: why it is not known now. `is_whole`: whether nothing but that listing is
+    known; otherwise only single checkpoints were looked at since, and others may have been deleted. `fingerprints`:
+    size and ETag of each manifest that was read; one that differs now is read again. `partial`: checkpoints without a
+    manifest or with a tombstone, and when their newest file was written, in Unix time. `sent`: what nodes sent of those
+    over several nodes. `gone`: those with a tombstone: a daemon has deleted them there, while another one may still
+    have them. By checkpoint the save digest of what was deleted: "" if the tombstone does not say it, None if it was
+    not read. `damaged`: the unreadable ones whose bytes were found to be wrong, which no listing shows. `newer_format`:
+    the unreadable ones that a later tierd wrote. `foreign`: replicas and markers that count for nothing, and why, by
+    key. `missing`: replicas that were there and that a listing did not show any more, as they were."""
 
     is_known: bool = False
+    is_whole: bool = True
     error: str = NOT_LISTED_YET
     unreadable: dict[CheckpointId, str] = field(default_factory=dict)
     fingerprints: dict[CheckpointId, tuple[int, str]] = field(default_factory=dict)

@@ -22,8 +22,10 @@ from tierd.format.ids import CheckpointId, Generation, Rank, Run, is_run, parse_
 
 MANIFEST = "manifest.json"
 NODE_FILES_END = "node."  # sorts after the node files, the manifest and the tombstone, and before the shards
+MARKERS_END = "n"  # sorts after most markers, the manifest and the tombstone, and before the node files
 GONE = "gone.json"  # a tombstone in a cold tier: the checkpoint is deleted, whatever else is in its folder
 HEALTHY, UNHEALTHY = "healthy.json", "unhealthy.json"
+LATE_MARKERS = ("removed-", UNHEALTHY)  # with these the names of the other markers begin: they sort after the shards
 HEAD = "head.json"  # a marker in a cold tier: what node 0 of a watched run says of the checkpoint, before any part
 PARTIAL_SUFFIX = ".partial"  # a file being written; it is renamed when it is complete and durable
 LOCK = ".tierd.lock"

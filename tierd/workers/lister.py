@@ -4,28 +4,35 @@ A replica is lost when it was there, the tier's policy keeps it, and a listing d
 policy gave up may have been deleted by another daemon, and is not reported, nor is what this daemon is deleting. A
 deletion begins with the manifest, and puts it back if a milestone was set meanwhile. The replicators send lost replicas
 again.
+
+On a node that is home of no run a listing of a cold tier is rare: instead the lister looks at the checkpoints that this
+node holds, or that home is to delete.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 
-from tierd.catalog.decisions import deleted_elsewhere, lost
+from tierd.catalog.decisions import decisions, deleted_elsewhere, lost
+from tierd.catalog.held import look_at
 from tierd.catalog.listing import refresh
 from tierd.context import DaemonContext
-from tierd.errors import Foreign, Lost, TierUnreachable
+from tierd.errors import Foreign, Lost, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.audit import EventKind
 from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.format.text import listed
-from tierd.lifecycle.policy import CheckpointView
+from tierd.lifecycle.policy import CheckpointView, deletions
 from tierd.tiers.tier import Tier
 
 DELETION_S = 600.0  # what lacks only its manifest for less long may be in the middle of another daemon's deletion
+WHOLE_S = 24 * 3600.0  # how often a cold tier is listed on a node that is home of no run; at a random time, at most
 
 
 class Lister:
-    """`listed_s`: when the last listing that succeeded began, by the context's monotonic clock; None: never."""
+    """`listed_s`: when the last listing or look that succeeded began, by the context's monotonic clock; None: never.
+    `must_list`: whether the next pass lists the tier on any node."""
 
     name = "list"
     is_urgent = True
@@ -33,6 +40,8 @@ class Lister:
     def __init__(self, context: DaemonContext, tier: Tier, interval_s: float) -> None:
         self.interval_s = interval_s
         self.listed_s: float | None = None
+        self.must_list = True
+        self._list_at_s = 0.0  # on a node that is home of no run
         self._context = context
         self._catalog = context.catalog
         self._tier = tier
@@ -45,7 +54,8 @@ class Lister:
     async def run_once(self) -> bool:
         asked, self._asked = self._asked, []
         try:
-            await self._list()
+            if asked or not await self._look_at_held():
+                await self._list()
             if self._new_losses():
                 # A listing is not of one instant: another daemon may have deleted these because of newer checkpoints
                 # that were committed after their folder was listed. A listing that begins now shows those.
@@ -59,17 +69,48 @@ class Lister:
 
     async def _list(self) -> None:
         """Raises TierUnreachable."""
-        started_s = self._context.monotonic_s()
+        started_s, self.must_list = self._context.monotonic_s(), False
         await refresh(self._catalog, self._tier, self._context.identities)
         knowledge = self._catalog.tiers[self._tier.name]
         if not knowledge.is_known:
+            self.must_list = True
             raise TierUnreachable(knowledge.error)
         self.listed_s = started_s
+        self._list_at_s = started_s + random.uniform(0.5, 1.0) * WHOLE_S
         # Only this daemon deletes in its hot tier.
         no_manifest = knowledge.partial.keys() & knowledge.missing.keys() if self._tier.name != HOT else ()
         self._no_manifest_s = {each: self._no_manifest_s.get(each, started_s) for each in no_manifest}
         self._report_foreign()
         self._report_newer_generations()
+
+    async def _look_at_held(self) -> bool:
+        """Whether a look at what this node holds was enough. Raises TierUnreachable."""
+        started_s = self._context.monotonic_s()
+        if self.must_list or self._tier.name == HOT or started_s >= self._list_at_s or self._is_home_of_any():
+            return False
+        try:
+            is_enough = await look_at(self._catalog, self._tier, self._context.identities, self._held())
+        except TierdError as error:
+            self._catalog.listing_failed(self._tier.name, str(error))
+            raise TierUnreachable(str(error)) from error
+        self.listed_s = started_s if is_enough else self.listed_s
+        return is_enough
+
+    def _is_home_of_any(self) -> bool:
+        """Whether this is home of a run that is on this node, or no run is."""
+        context = self._context
+        in_hot = {checkpoint.run for checkpoint in self._catalog.in_tier(HOT)}
+        runs = in_hot | set(context.memory.runs()) | context.watched_nodes.keys()
+        return not runs or any(map(context.is_home, runs))
+
+    def _held(self) -> list[CheckpointId]:
+        """What hot has, the newest in this tier of each of their runs, and what home is to delete in this tier."""
+        catalog, name = self._catalog, self._tier.name
+        held = set(catalog.in_tier(HOT))
+        newest = [catalog.newest(run, name) for run in {checkpoint.run for checkpoint in held}]
+        planned = deletions(decisions(catalog, self._context.config, with_kept=False))
+        deleted = {deletion.checkpoint for deletion in planned if deletion.tier == name}
+        return sorted(held | deleted | {each.id for each in newest if each is not None}, key=lambda each: each.recency)
 
     async def look(self) -> None:
         """List the tier now. Returns when a listing that began after this call has ended, with or without success."""

@@ -245,7 +245,8 @@ class Reaper:
         own = [
             deletion
             for deletion in deletions(decided, self._context.config)
-            if deletion.tier == HOT or is_home(deletion.checkpoint.run)
+            if deletion.tier == HOT
+            or (self._catalog.tiers[deletion.tier].is_whole and is_home(deletion.checkpoint.run))
         ]
         return [deletion for deletion in own if self._only_run in (None, deletion.checkpoint.run)]
 

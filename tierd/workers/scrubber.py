@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Foreign, NewerFormat
 from tierd.format.audit import EventKind
-from tierd.format.ids import CheckpointId
+from tierd.format.ids import HOT, CheckpointId
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.tier import Tier
 from tierd.transfer.repair import repair_replica
@@ -68,7 +68,7 @@ class Scrubber:
     def _due(self) -> CheckpointId | None:
         since_s = self._now_s() - self._round_started_s
         if not self._remaining and since_s >= self._config.interval_s:
-            self._remaining = [*self._catalog.in_tier(self._tier.name)]
+            self._remaining = [each for each in self._catalog.in_tier(self._tier.name) if self._is_own(each)]
             if not self._remaining:
                 return None
             random.shuffle(self._remaining)
@@ -76,6 +76,10 @@ class Scrubber:
         done = self._count - len(self._remaining)
         is_due = self._remaining and since_s * self._count >= done * self._config.interval_s
         return self._remaining.pop() if is_due else None
+
+    def _is_own(self, checkpoint: CheckpointId) -> bool:
+        """In a cold tier the daemon of rank 0 verifies a run: every node would read all of it."""
+        return self._tier.name == HOT or self._context.is_home(checkpoint.run)
 
     async def _verify(self, checkpoint: CheckpointId, *, is_deep: bool) -> None:
         former = self._known.get(checkpoint)

@@ -1,0 +1,229 @@
+"""Over several nodes only the daemon of rank 0 lists the cold tier; the others look at what they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.rooms import RUN
+from tests.workers.test_committer import Node, Nodes, id_of, nodes
+from tierd.catalog import held
+from tierd.catalog.decisions import decisions
+from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
+from tierd.errors import TierUnreachable
+from tierd.format import layout
+from tierd.format.claim import Claim
+from tierd.format.health import Diagnosis
+from tierd.format.ids import Generation
+from tierd.lifecycle.policy import deletions
+from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.store import StoredObject
+from tierd.tiers.tier import Tier
+from tierd.workers.lister import WHOLE_S
+from tierd.workers.reaper import Reaper
+from tierd.workers.scrubber import Scrubber
+
+__all__ = ["nodes"]
+
+
+class Listings:
+    """The prefixes that were listed in the cold tiers since the last call of `take`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.prefixes: list[str] = []
+        real = DirectoryStore.list
+
+        async def listed(store: DirectoryStore, prefix: str = "", *, until: str = "") -> list[StoredObject]:
+            self.prefixes.append(prefix)
+            return [each for each in await real(store, prefix) if not until or each.key <= until]
+
+        monkeypatch.setattr(DirectoryStore, "list", listed)
+
+    def take(self) -> list[str]:
+        prefixes, self.prefixes = self.prefixes, []
+        return prefixes
+
+
+@pytest.fixture
+def listings(monkeypatch: pytest.MonkeyPatch) -> Listings:
+    return Listings(monkeypatch)
+
+
+@pytest.fixture
+async def committed(nodes: Nodes, listings: Listings) -> Nodes:
+    """Steps 10 and 20 are in the cold tier, and every node has listed it."""
+    for step in (10, 20):
+        for node in nodes.nodes:
+            await node.send(step, number=step // 10)
+    await nodes.wait(60)
+    for node in nodes.nodes:
+        await list_cold(node)
+        assert known(node) == [10, 20]
+    listings.take()
+    return nodes
+
+
+@pytest.fixture(params=["one page", "several pages"])
+def pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of a checkpoint fit into one page of a listing, or they do not."""
+    if request.param == "several pages":
+        monkeypatch.setattr(held, "PAGE_FILES", 0)
+
+
+def known(node: Node) -> list[int]:
+    """The steps that the node knows to be in the cold tier."""
+    return sorted(checkpoint.step for checkpoint in node.rooms.catalog.in_tier("cold"))
+
+
+async def list_cold(node: Node) -> None:
+    assert await node.rooms.listers["cold"].run_once()
+
+
+async def test_home_lists_the_tier_and_another_node_what_it_holds(committed: Nodes, listings: Listings) -> None:
+    home, other, _ = committed.nodes
+    await list_cold(home)
+    assert listings.take() == [""]
+    await list_cold(other)
+    looked = {layout.checkpoint_prefix(id_of(step)) for step in (10, 20)}
+    looked |= {layout.generation_prefix(RUN), layout.TIER_MARKERS}
+    assert {*listings.take()} == looked
+    assert known(other) == [10, 20]
+
+
+async def test_another_node_lists_the_tier_once_a_day(committed: Nodes, listings: Listings) -> None:
+    other = committed.nodes[1]
+    committed.now_s += WHOLE_S
+    await list_cold(other)
+    assert "" in listings.take()
+
+
+async def test_a_node_lists_the_tier_when_a_person_or_a_worker_asks(committed: Nodes, listings: Listings) -> None:
+    other = committed.nodes[1]
+    other.rooms.listers["cold"].must_list = True
+    await list_cold(other)
+    assert "" in listings.take()
+
+
+@pytest.mark.usefixtures("pages")
+async def test_a_look_finds_a_milestone_and_a_verdict(committed: Nodes, listings: Listings) -> None:
+    home, other, _ = committed.nodes
+    cold = home.rooms.cold["cold"]
+    await cold.mark_milestone(id_of(10), "best", "now")
+    await cold.mark_milestone(id_of(20), "worse", "now")
+    await cold.unmark_milestone(id_of(20), "worse", "now")
+    await cold.mark_diagnosis(id_of(20), Diagnosis(healthy=False))
+    await list_cold(other)
+    assert "" not in listings.take()
+    first, second = (other.rooms.catalog.get(id_of(step)) for step in (10, 20))
+    assert first is not None
+    assert second is not None
+    assert first.all_milestones == {"best"}
+    assert (second.all_milestones, second.healthy) == (frozenset(), False)
+
+
+async def test_a_look_finds_a_checkpoint_that_others_have_committed(nodes: Nodes, listings: Listings) -> None:
+    home, second, third = nodes.nodes
+    await third.persist(10)
+    await third.rooms.listers["cold"].run_once()
+    for node in (home, second):
+        await node.send(10)
+    await third.rooms.replicator().run_once()
+    await nodes.wait(60, home, second)
+    assert known(third) == []
+    await list_cold(third)
+    assert known(third) == [10]
+
+
+@pytest.mark.usefixtures("pages")
+async def test_a_look_finds_that_home_has_deleted_a_checkpoint(committed: Nodes, listings: Listings) -> None:
+    home, other, _ = committed.nodes
+    assert await home.rooms.cold["cold"].delete(id_of(10))
+    await list_cold(other)
+    assert "" not in listings.take()
+    assert known(other) == [20]
+    assert other.rooms.incidents.recent() == []
+    await list_cold(other)
+    assert layout.checkpoint_prefix(id_of(10)) in listings.take(), "a later commit would be found"
+
+
+async def test_a_checkpoint_that_is_gone_without_a_tombstone_is_reported_as_lost(
+    committed: Nodes, tmp_path: Path, listings: Listings
+) -> None:
+    other = committed.nodes[1]
+    for path in (tmp_path / "cold" / RUN / id_of(10).name).iterdir():
+        path.unlink()
+    await list_cold(other)
+    assert "" in listings.take()
+    assert known(other) == [20]
+    assert [each["kind"] for each in other.rooms.incidents.recent()] == ["lost"]
+
+
+async def test_a_checkpoint_without_a_shard_is_unreadable_on_every_node(
+    committed: Nodes, tmp_path: Path, listings: Listings
+) -> None:
+    other = committed.nodes[1]
+    next((tmp_path / "cold" / RUN / id_of(10).name).glob("*.safetensors")).unlink()
+    await list_cold(other)
+    assert "" in listings.take()
+    assert ("cold", id_of(10)) in other.rooms.catalog.unreadable()
+
+
+async def test_a_look_finds_a_later_start_of_the_run(committed: Nodes, listings: Listings) -> None:
+    home, other, _ = committed.nodes
+    assert await home.rooms.context.claim(home.rooms.cold["cold"], RUN, Generation(2), Claim.new("another"))
+    await list_cold(other)
+    assert "" not in listings.take()
+    assert other.rooms.catalog.generation_max(RUN) == 2
+
+
+async def test_a_tier_that_answers_again_is_known_after_a_look(
+    committed: Nodes, listings: Listings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = committed.nodes[1]
+    with monkeypatch.context() as patched:
+
+        async def fail(*_: object, **__: object) -> None:
+            raise TierUnreachable("list cold: no answer")
+
+        patched.setattr(Tier, "listing", fail)
+        with pytest.raises(TierUnreachable):
+            await other.rooms.listers["cold"].run_once()
+        assert "no answer" in other.rooms.catalog.unlisted()["cold"]
+    listings.take()
+    await list_cold(other)
+    assert "" not in listings.take()
+    assert other.rooms.catalog.unlisted() == {}
+
+
+async def test_a_node_that_becomes_home_deletes_in_cold_only_after_a_listing(
+    committed: Nodes, listings: Listings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = committed.nodes[1]
+    await list_cold(other)
+    monkeypatch.setattr(type(other.rooms.context), "is_home", lambda context, run: True)
+    policy = ColdPolicy(keep_last=1, keep_every=0)
+    lifecycle = LifecycleConfig(hot=TierPolicy(keep_last=1), cold=policy)
+    other.rooms.context.reload(msgspec.structs.replace(other.rooms.config, lifecycle=lifecycle))
+    planned = deletions(decisions(other.rooms.catalog, other.rooms.config, with_kept=False))
+    assert ("cold", id_of(10)) in {(each.tier, each.checkpoint) for each in planned}
+    await Reaper(other.rooms.context).run_once()
+    assert known(other) == [10, 20]
+    await list_cold(other)
+    assert listings.take().count("") == 1
+    await Reaper(other.rooms.context).run_once()
+    assert known(other) == [20]
+
+
+async def test_only_home_verifies_what_is_in_cold(committed: Nodes) -> None:
+    home, other, _ = committed.nodes
+    for node in (home, other):
+        await Scrubber(node.rooms.context, node.rooms.cold["cold"]).run_once()
+    assert (scrubbed(home), scrubbed(other)) == (1, 0)
+
+
+def scrubbed(node: Node) -> int:
+    counter = "tierd_scrubbed_checkpoints_total"
+    counts = [node.rooms.count(counter, tier="cold", proof=proof) for proof in ("deep", "checksum", "size")]
+    return sum(int(count or 0) for count in counts)

@@ -1,0 +1,88 @@
+"""Looks at some checkpoints of a cold tier: what a node does that leaves the listing to the daemon of rank 0.
+
+2,048 nodes that each list a tier of 240,000 objects every ten minutes would make some 800 requests a second. A look
+costs one to three requests for each checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tierd.catalog.catalog import Catalog
+from tierd.catalog.entry import Entry
+from tierd.catalog.identity import Identities
+from tierd.catalog.listing import newest_claim, refresh_run
+from tierd.format import layout
+from tierd.format.ids import CheckpointId, Generation, Run
+from tierd.tiers.pool import for_each
+from tierd.tiers.tier import Tier
+from tierd.tiers.tier_listing import Listing
+
+AT_ONCE = 4
+PAGE_FILES = 900  # of a checkpoint: so many fit into one page of a listing, with its markers
+
+
+async def look_at(catalog: Catalog, tier: Tier, identities: Identities, held: Iterable[CheckpointId]) -> bool:
+    """Look at these checkpoints in the tier, and at the newest claim of their runs, and enter what has changed.
+    Returns False if one is gone without a tombstone, or has lost a file: only a listing of the tier can enter that.
+    Raises as the tier's store, and TierUnreachable when the tier is not the right place."""
+    await identities.check(tier)
+    differing: list[CheckpointId] = []
+
+    async def look(checkpoint: CheckpointId) -> None:
+        if not await _agrees(catalog, tier, identities, checkpoint):
+            differing.append(checkpoint)
+
+    checkpoints = list(held)
+    for run in sorted({checkpoint.run for checkpoint in checkpoints}):
+        await _look_for_claim(catalog, tier, run)
+    await for_each(AT_ONCE, checkpoints, look)
+    if not differing:
+        catalog.looked(tier.name)
+    return not differing
+
+
+async def _look_for_claim(catalog: Catalog, tier: Tier, run: Run) -> None:
+    known = catalog.generation_max(run)
+    if (newest := await newest_claim(catalog, tier, run, above=known)) > known:
+        catalog.saw_generation(run, Generation(newest))
+
+
+async def _agrees(catalog: Catalog, tier: Tier, identities: Identities, checkpoint: CheckpointId) -> bool:
+    """Whether the catalog agrees with the tier about one checkpoint, after what has changed was entered."""
+    known = catalog.in_tier(tier.name).get(checkpoint)
+    is_small = known is not None and len(known.manifest.files) <= PAGE_FILES
+    listing = await _markers(tier, checkpoint, with_shards=is_small)
+    files = listing.files.get(checkpoint, {})
+    if catalog.in_tier(tier.name).get(checkpoint) is not known:
+        return True  # this daemon has committed or deleted it meanwhile
+    if checkpoint in listing.committed:
+        if known is None or _has_changed(catalog, tier, known, listing):
+            await refresh_run(catalog, tier, checkpoint.run, identities, prefix=layout.checkpoint_prefix(checkpoint))
+        return not (known and is_small and known.manifest.missing_file(files))
+    if layout.GONE in files and (known or catalog.tiers[tier.name].gone.get(checkpoint) is None):
+        save = (await tier.buried([checkpoint])).get(checkpoint)
+        if known is not None:
+            catalog.drop(checkpoint, tier.name)
+        catalog.saw_gone(tier.name, checkpoint, save)
+    return known is None or layout.GONE in files
+
+
+async def _markers(tier: Tier, checkpoint: CheckpointId, *, with_shards: bool) -> Listing:
+    """A listing of one checkpoint that has all its markers. Without the shards, of which there may be thousands, it
+    takes a request for the first names, and one for each kind of markers that sort after the shards."""
+    prefix = layout.checkpoint_prefix(checkpoint)
+    listing = await tier.listing(prefix, until="" if with_shards else f"{prefix}{layout.MARKERS_END}")
+    if not with_shards and checkpoint in listing.committed:
+        for kind in layout.LATE_MARKERS:
+            late = await tier.listing(f"{prefix}{kind}")
+            listing.files[checkpoint] |= late.files.get(checkpoint, {})
+    return listing
+
+
+def _has_changed(catalog: Catalog, tier: Tier, known: Entry, listing: Listing) -> bool:
+    """Whether the manifest or a marker of the replica is new."""
+    manifest = catalog.tiers[tier.name].fingerprints.get(known.id)
+    is_marked = listing.marks(known.id) <= known.milestones.get(tier.name, frozenset())
+    is_diagnosed = listing.diagnosis(known.id) in (None, known.diagnoses.get(tier.name))
+    return not (is_marked and is_diagnosed and manifest in (None, listing.fingerprints[known.id]))
