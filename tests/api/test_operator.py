@@ -269,6 +269,18 @@ async def test_queue_of_an_unreachable_tier_is_not_empty(house: House) -> None:
     assert [(one["tier"], one["checkpoints"], one["oldest_age_s"]) for one in queues][1] == ("cold", 1, 90.0)
 
 
+async def test_what_an_unreachable_tier_had_does_not_wait_for_it(house: House) -> None:
+    """Otherwise old checkpoints that cold has would fire the alert on a late copy as soon as cold is down."""
+    await with_history(house)
+    await house.rooms.replicator().run_once()
+    await house.rooms.look()
+    assert (await house.json("/api/v1/status"))["queues"][1]["checkpoints"] == 0
+    house.rooms.catalog.listing_failed("cold", "503")
+    queue = (await house.json("/api/v1/status"))["queues"][1]
+    assert (queue["checkpoints"], queue["oldest_age_s"]) == (0, 0.0)
+    assert (await house.samples())["tierd_queue_checkpoints", ("cold",)] == 0
+
+
 async def test_facts_of_slow_copies_are_in_status_metrics_and_page(house: House) -> None:
     await with_history(house)
     copies = house.rooms.context.copies

@@ -43,12 +43,13 @@ def failed(stage: str, kind: str, *, at: str = "2025-01-01T11:55:00+00:00", hint
     return status(failures=[FailureReport(at=at, stage=stage, kind=kind, message="x", hint=hint)], queues=queues)
 
 
-def newest(step: int, age_s: float = 1.0) -> NewestCheckpoint:
-    return NewestCheckpoint(step=step, generation=1, created_at="", age_s=age_s)
+def newest(step: int, age_s: float = 1.0, *, generation: int = 1) -> NewestCheckpoint:
+    return NewestCheckpoint(step=step, generation=generation, created_at="", age_s=age_s)
 
 
 def of_run(**fields: Any) -> StatusReport:
-    return status(runs=[RunReport(run="gpt", generation=1, **{"state": "running"} | fields)])
+    defaults: dict[str, Any] = {"generation": 1, "state": "running"}
+    return status(runs=[RunReport(run="gpt", **defaults | fields)])
 
 
 def of_nodes(**fields: Any) -> StatusReport:
@@ -114,6 +115,7 @@ WRONG: list[tuple[str, StatusReport]] = [
     ("TierdNoNewCheckpoint", of_nodes(everywhere=newest(5, 4 * 3600 + 1.0), parts={"hot": PART})),
     ("TierdNewerGeneration", of_run(newer_generation=2)),
     ("TierdUnhealthy", of_run(unhealthy_steps=[6], tiers={"hot": newest(5)})),
+    ("TierdUnhealthy", of_run(generation=2, unhealthy_steps=[6], unhealthy_generation=2, tiers={"hot": newest(9)})),
     ("TierdCommitStalled", of_nodes(awaited={"cold": PART})),
     ("TierdDown", of_nodes(roster=[node(problem="connection refused")])),
     ("TierdPeerBehind", of_nodes(roster=[node(copy_lag_s=901.0)])),
@@ -131,6 +133,15 @@ RIGHT = [
     status(queues=[copied(checkpoints=0, given_up={"replaced": 3}, given_up_age_s={"replaced": 9.0})]),
     status(watches=[watched(notes=["it is not there"])]),
     of_run(pause=Pause(29.0, 30.0), tiers={"hot": newest(5)}, unhealthy_steps=[4]),
+    of_run(unhealthy_steps=[6], unhealthy_generation=1, generation=2, tiers={"hot": newest(4)}),  # it has gone back
+    of_run(
+        state="finished",
+        unhealthy_steps=[6],
+        unhealthy_generation=1,
+        generation=2,
+        tiers={"hot": newest(5, generation=2)},
+    ),
+    of_run(unhealthy_steps=[4], nodes=NodesReport(ranks=[0], world_size=2, parts={"hot": PART})),
     of_run(state="finished", tiers={"hot": newest(5, 1e6)}),
     of_run(tiers={"hot": newest(5, 1e6)}, attached_s=300.0),  # it has rested
     of_run(tiers={"hot": None, "cold": newest(5, 9.0)}, attached_s=1e6),  # hot is full

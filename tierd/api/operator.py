@@ -60,6 +60,7 @@ from tierd.status.report import (
     costs_report,
     foreign_sentences,
     run_report,
+    set_unhealthy,
     sources_of,
     tier_report,
 )
@@ -235,8 +236,7 @@ class Operator:
         # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {*self._catalog.unhealthy(run)}
         unhealthy |= {snapshot_set.id for snapshot_set in self._memory.complete(run) if snapshot_set.is_unhealthy}
-        oldest_first = sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)
-        report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
+        set_unhealthy(report, unhealthy)
         return report
 
     def _at_risk(

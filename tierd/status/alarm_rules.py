@@ -298,9 +298,18 @@ def _without_commit_s(run: RunReport) -> float:
 
 
 def _is_unhealthy(run: RunReport) -> bool:
-    """Whether no healthy checkpoint is newer than the newest unhealthy one."""
-    newest = max((tier.step for tier in run.tiers.values() if tier is not None), default=-1)
-    return bool(run.unhealthy_steps) and run.unhealthy_steps[-1] > newest
+    """Whether no healthy checkpoint is newer than the newest unhealthy one, and no newer start of the trainers runs:
+    that one began at a healthy checkpoint, as after a rollback."""
+    if not run.unhealthy_steps:
+        return False
+    generation = run.unhealthy_generation
+    if generation is not None and run.state == "running" and run.generation > generation:
+        return False
+    nodes = None if run.nodes is UNSET else run.nodes
+    newest = [*run.tiers.values(), *(nodes.parts.values() if nodes else ()), nodes and nodes.everywhere]
+    # The steps of a newer generation may be lower. A daemon of an older version does not tell the generation.
+    healthy = [(0 if generation is None else each.generation, each.step) for each in newest if each is not None]
+    return (generation or 0, run.unhealthy_steps[-1]) > max(healthy, default=(0, -1))
 
 
 def _of_nodes(run: RunReport) -> Iterator[Alarm]:
