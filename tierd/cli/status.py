@@ -78,12 +78,7 @@ async def status(context: typer.Context, json: options.Json = False, check: Chec
     if watch and check:
         raise BadConfig("tierd status --watch --check: a check ends with one exit code", hint="give one of them")
     while watch:
-        if sys.stdout.isatty():
-            typer.echo("\x1b[2J\x1b[H", nl=False)  # an empty screen
-        try:
-            await _status(settings, as_json=json, is_check=False)
-        except TierdError as error:
-            print_note(f"tierd: {error.message}")
+        await _watch_once(settings, as_json=json)
         await asyncio.sleep(WATCH_S)
     try:
         return await _status(settings, as_json=json, is_check=check)
@@ -94,14 +89,37 @@ async def status(context: typer.Context, json: options.Json = False, check: Chec
         return UNKNOWN
 
 
-async def _status(settings: Settings, *, as_json: bool, is_check: bool) -> int:
-    unreachable: DaemonUnreachable | None = None
+async def _watch_once(settings: Settings, *, as_json: bool) -> None:
+    """The former status stays on the screen until there is a new one: a daemon that hangs is asked for seconds."""
+    unreachable: TierdError | None = None
+    report: StatusReport | None = None
     try:
-        report = daemon_http.find(settings.config(), with_nodes=True).status
+        report, unreachable = await _read(settings)
+    except BadConfig:
+        raise  # it stays as it is until somebody edits the config
+    except TierdError as error:
+        unreachable = error
+    if sys.stdout.isatty():
+        typer.echo("\x1b[2J\x1b[H", nl=False)  # an empty screen
+    if report is not None:
+        print_report(report, as_json=as_json, text=lambda report: _print(report, settings))
+    if unreachable is not None:
+        print_note(f"tierd: {unreachable.message}", *([f"  hint: {unreachable.hint}"] if unreachable.hint else []))
+
+
+async def _read(settings: Settings) -> tuple[StatusReport, DaemonUnreachable | None]:
+    """The daemon's report; without one, what the tiers say, and why the daemon did not answer."""
+    try:
+        return daemon_http.find(settings.config(), with_nodes=True).status, None
     except DaemonUnreachable as error:
-        report, unreachable = await _list(settings), error
+        report = await _list(settings)
         report.silence = "" if daemon_http.is_absent(error) else error.message
         report.alarms = alarms(report, now())
+        return report, error
+
+
+async def _status(settings: Settings, *, as_json: bool, is_check: bool) -> int:
+    report, unreachable = await _read(settings)
     if is_check and not as_json:
         _print_check(report)
     else:
