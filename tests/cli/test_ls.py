@@ -444,7 +444,7 @@ def test_status_counts_one_thing_as_one(house: House) -> None:
 
 
 @pytest.mark.parametrize("verb", [("ls",), ("show", "run42")])
-def test_what_only_a_daemon_that_does_not_answer_knows_is_said_to_be_left_out(house: House, verb: tuple[str, ...]) -> None:
+def test_what_only_a_daemon_without_an_answer_knows_is_said_to_be_left_out(house: House, verb: tuple[str, ...]) -> None:
     make_checkpoint(house.hot)
     with answering(house, b"", 503):
         shown = house.tierd(*verb)
