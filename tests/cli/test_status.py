@@ -26,7 +26,7 @@ from tierd.cli.options import Settings
 from tierd.cli.status import _print  # pyright: ignore[reportPrivateUsage]
 from tierd.format import layout
 from tierd.status.alarm_rules import alarms
-from tierd.status.report import FailureReport, QueueReport, RunReport, StatusReport, TierReport
+from tierd.status.report import FailureReport, LostReplica, QueueReport, RunReport, StatusReport, TierReport
 from tierd.status.work_at_risk import RiskReport
 from tierd.web.pages import run_page
 
@@ -127,6 +127,21 @@ def test_a_token_that_cannot_be_read_is_named_and_no_daemon_is_missed(tmp_path: 
     assert checked.returncode == 2
     assert "/none', although its process" in checked.stdout
     assert "no daemon" not in shown.stdout
+
+
+def test_a_lost_checkpoint_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    at = datetime.now(UTC).isoformat()
+    failures = [
+        FailureReport(at=at, stage="list", kind="lost", message="gpt/5 disappeared from cold"),
+        FailureReport(at=at, stage="list", kind="lost", message="the marker of cold is gone"),
+    ]
+    lost = [LostReplica(run="gpt", step=5, generation=1, tier="cold")]
+    status = StatusReport(version="0", node="n1", pid=1, uptime_s=9.0, is_ready=True, lost=lost, failures=failures)
+    status.alarms = alarms(status, datetime.now(UTC))
+    _print(status, Settings(None))
+    text = capsys.readouterr().out
+    assert text.count("disappeared from cold") == 1
+    assert "the marker of cold is gone" in text
 
 
 def test_watch_prints_it_again_until_it_is_interrupted(tmp_path: Path) -> None:

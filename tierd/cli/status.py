@@ -28,7 +28,7 @@ from tierd.errors import BadConfig, DaemonUnreachable, TierdError
 from tierd.format.ids import HOT, Run
 from tierd.format.node_file import ranks_text
 from tierd.format.text import counted
-from tierd.status.alarm_rules import alarms
+from tierd.status.alarm_rules import DISAPPEARED, alarms
 from tierd.status.disks import free_bytes, on_disk_of
 from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.node_reports import NewestCheckpoint, NewestPart
@@ -229,7 +229,9 @@ def _print(report: StatusReport, settings: Settings) -> None:
         each
         for each in report.failures
         # Other failures of a tier that does not answer add nothing.
-        if each.message not in named and not (each.kind in _OF_TIER and any(url in each.message for url in silent))
+        if each.message not in named
+        and not (report.lost and DISAPPEARED in each.message)
+        and not (each.kind in _OF_TIER and any(url in each.message for url in silent))
     ][:_LISTED_FAILURES]:
         times = f" ({failure.count} times since {failure.first_at})" if failure.count > 1 else ""
         where = f"{failure.at} {failure.stage}"
