@@ -223,7 +223,8 @@ def _print(report: StatusReport, settings: Settings) -> None:
             print_result(f"left to `tierd reap`: {left} in {tier.name}, where this daemon deletes nothing")
     if slots := [f"{count} {state}" for state, count in sorted(report.slots.items()) if count]:
         print_result("slots: " + ", ".join(slots))
-    named = " ".join([*(alarm.message for alarm in report.alarms), *_watch_problems(report)])
+    problems = [problem for watch in report.watches for problem in watch.problems]
+    named = " ".join([*(alarm.message for alarm in report.alarms), *problems])
     silent = [tier.url for tier in report.tiers if tier.error and not tier.is_known]
     for failure in [
         each
@@ -276,10 +277,6 @@ def _print_alarms(report: StatusReport, settings: Settings) -> None:
         print_result(f"a tier that fails is tried again within minutes; at once after: kill -HUP {report.pid}")
     if report.alarms:
         print_result("")
-
-
-def _watch_problems(report: StatusReport) -> list[str]:
-    return [problem for watch in report.watches for problem in watch.problems]
 
 
 def _listed(age_s: float) -> str:
@@ -335,7 +332,8 @@ def _print_run(run: RunReport, settings: Settings, tiers: list[TierReport]) -> N
     if run.pause is not None and run.pause.seconds >= _PAUSE_SHOWN_S:
         print_result(f"  its trainers gave no sign for {duration(run.pause.seconds)}")
     if run.cadence is not None:
-        print_result(f"  saves every {duration(run.cadence.every_s)} (auto): {'; '.join(run.cadence.reasons)}")
+        auto = "auto, unless the script sets an interval"
+        print_result(f"  saves every {duration(run.cadence.every_s)} ({auto}): {'; '.join(run.cadence.reasons)}")
     newest = {tier: checkpoint for tier, checkpoint in run.tiers.items() if checkpoint}
     if nodes:
         print_result(f"  this node  {nodes}")
