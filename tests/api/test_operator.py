@@ -211,6 +211,17 @@ async def test_a_tier_that_was_never_listed_has_no_used_bytes(house: House) -> N
     assert {labels for each, labels in await house.samples() if each == name} == {("hot",)}
 
 
+async def test_a_tier_that_was_never_listed_has_no_number_of_checkpoints(house: House) -> None:
+    house.rooms.seal(7)
+    await house.rooms.persister().run_once()
+    await house.rooms.list_tiers("hot")
+    samples = await house.samples()
+    assert samples["tierd_checkpoints", (RUN, "hot")] == 1
+    assert ("tierd_checkpoints", (RUN, "cold")) not in samples, "0 would say that it has none"
+    await house.rooms.look()
+    assert (await house.samples())["tierd_checkpoints", (RUN, "cold")] == 0, "known to be empty"
+
+
 async def test_metrics_parse_as_prometheus_text_and_have_no_step_labels(house: House) -> None:
     await with_history(house)
     _, body, content_type = await house.get("/metrics")
