@@ -109,6 +109,7 @@ WRONG: list[tuple[str, StatusReport]] = [
     ("TierdColdStalled", status(queues=[QueueReport(tier="cold", checkpoints=1, last_copy_age_s=3601.0)])),
     ("TierdColdTooSlow", status(queues=[SLOW])),
     ("TierdRunEnded", of_run(state="lost", ended_age_s=9.0)),
+    ("TierdRunEnded", of_run(reason="rank 1 lost: killed", tiers={"hot": newest(5)})),
     ("TierdRunSilent", of_run(pause=Pause(31.0, 30.0))),
     ("TierdNoNewCheckpoint", of_run(tiers={"hot": newest(5, 4 * 3600 + 1.0)})),
     ("TierdNoNewCheckpoint", of_run(tiers={"memory": None, "hot": None, "cold": None}, attached_s=4 * 3600 + 1.0)),
@@ -174,6 +175,19 @@ def test_checkpoint_with_nan_is_named_once_and_never_as_damaged_bytes() -> None:
     assert alarm.command == "tierd stop --run gpt"
     (alarm,) = alarms(of_run(state="finished", unhealthy_steps=[6]), NOW)
     assert alarm.command == "tierd show gpt 6", "there is nothing to stop"
+
+
+@pytest.mark.parametrize(("in_hot", "is_over"), [(newest(5, 1e4), True), (newest(4, 1e4), False), (None, False)])
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_snapshot_that_hot_has_taken_after_all_ends_the_alarm(
+    in_hot: NewestCheckpoint | None, is_over: bool, generation: int
+) -> None:
+    """Its trainers are dead: no later one will come."""
+    failure = msgspec.structs.replace(failed("persist", "full").failures[0], run="gpt", step=5)
+    full = of_run(state="finished", generation=generation, tiers={"hot": in_hot})
+    named = {alarm.alert for alarm in alarms(msgspec.structs.replace(full, failures=[failure]), NOW)}
+    # A checkpoint of a former generation is not the snapshot that failed.
+    assert ("TierdDiskFull" not in named) is (is_over and generation == 1)
 
 
 def test_a_daemon_that_is_stopped_is_continued_and_not_started_again() -> None:

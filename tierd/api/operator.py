@@ -223,6 +223,7 @@ class Operator:
         if choice is not None and report.ranks_attached:
             report.cadence = CadenceReport(every_s=round(choice.every_s, 3), reasons=list(choice.reasons))
         report.state, report.reason = self._memory.outcomes.state(run) or (None, "")
+        report.reason = report.reason or self._memory.outcomes.ended_badly(run)
         now_s = self._context.monotonic_s()
         if (ended_s := self._memory.outcomes.ended_s(run)) is not None:
             report.ended_age_s = round(now_s - ended_s, 1)
