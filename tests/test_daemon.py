@@ -125,6 +125,13 @@ def test_a_port_in_use_is_named_and_the_socket_is_removed(tmp_path: Path) -> Non
     assert not Path(daemon.socket).exists()
 
 
+def test_an_address_of_another_machine_is_named(tmp_path: Path) -> None:
+    code, log = fails_to_start(Daemon(tmp_path, environ={"TIERD_DAEMON_LISTEN": "192.0.2.1:9464"}))
+    assert code == BadConfig.exit_code
+    assert "listen on 192.0.2.1:9464: Cannot assign requested address" in log
+    assert "hint: set daemon.listen to an address of this machine" in log
+
+
 def test_port_of_another_daemon_is_refused_with_its_pid_and_its_hot_tier(tmp_path: Path) -> None:
     with serving(tmp_path / "first") as first:
         listen = first.url.removeprefix("http://")

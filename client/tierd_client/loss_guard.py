@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Literal, SupportsFloat
 
@@ -160,23 +161,26 @@ class LossGuard:
         except (NotFound, Unhealthy, Corrupt) as error:
             log.error("tierd: the checkpoint at which this start began is of no use: %s", error)
         try:
-            found = self._restore(None, parent.generation)
+            return self._restore(None, parent.generation, step_max=parent.step)
         except (NotFound, Unhealthy, Corrupt):
             return None
-        return found if found.step <= parent.step else None
 
-    def _restore(self, step: int | None, generation: int) -> Found:
-        return self._client.read(RestoreRequest(step=step, generation=generation), self._read)
+    def _restore(self, step: int | None, generation: int, *, step_max: int | None = None) -> Found:
+        request = RestoreRequest(step=step, generation=generation)
+        return self._client.read(request, partial(self._read, step_max=step_max))
 
-    def _read(self, replica: Replica) -> None:
+    def _read(self, replica: Replica, *, step_max: int | None) -> None:
         """Raises Unhealthy for a checkpoint that nobody has examined yet: the loss of its step was good, and then the
-        optimizer has spoiled the weights."""
-        client = self._client
+        optimizer has spoiled the weights. Raises NotFound, so that an older one is tried, for a step above
+        `step_max`."""
+        client, manifest = self._client, replica.manifest
+        if step_max is not None and manifest.step > step_max:
+            raise NotFound(f"go back to step {step_max} or before: {manifest.id} is of a timeline that was left")
         replica.read_into_state(self._state, client.rank, client.world_size, self._filter)
         captured = self._state.capture(client.rank, client.world_size)
         spoiled = next((tensor.name for tensor in captured.tensors if _is_spoiled(tensor)), None)
         if spoiled is not None:
-            error = Unhealthy(f"go back to {replica.manifest.id} from {replica.tier}: {spoiled} is not finite")
+            error = Unhealthy(f"go back to {manifest.id} from {replica.tier}: {spoiled} is not finite")
             log.error("tierd: %s", error.message)
             raise error
 

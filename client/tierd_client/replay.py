@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, SupportsFloat
+from typing import Any, NoReturn, SupportsFloat
 
 import torch
 
@@ -87,7 +87,8 @@ def replay_check(client: Client, state: State, train: Steps, *, steps: int = 3) 
     must take no snapshot. Call this on all ranks, in a process that does not go on to train: `state` is restored at the
     end, and what is not in it has changed. Every step reads the whole state once.
 
-    Raises BadConfig for a bad argument, NotFound where the run has no checkpoint, and what `Client.restore` raises.
+    Raises BadConfig for a bad argument, BadRequest where `train` takes a snapshot or yields no number, NotFound where
+    the run has no checkpoint, and what `Client.restore` raises.
     """
     steps = _count(steps)
     found = client.restore(state, resume="require")
@@ -98,11 +99,11 @@ def replay_check(client: Client, state: State, train: Steps, *, steps: int = 3) 
         client.restore(state, resume=found.step, generation=found.generation)
         taken: Taken = [(None, _digests(state.capture(client.rank, client.world_size)))]
         for _, loss in zip(range(steps), train(), strict=False):
-            value = None if loss is None else float(loss)
-            taken.append((value, _digests(state.capture(client.rank, client.world_size))))
+            taken.append((_number(loss), _digests(state.capture(client.rank, client.world_size))))
         return taken
 
-    first, second = replay(), replay()
+    with _refusing_snapshots(client):
+        first, second = replay(), replay()
     if client.maximum([steps + 1 - len(first)])[0]:
         raise BadConfig(f"replay_check: `train` ended after {len(first) - 1} of {steps} steps on a rank")
     at = _first_difference(first, second)
@@ -110,7 +111,7 @@ def replay_check(client: Client, state: State, train: Steps, *, steps: int = 3) 
     operations: list[str] = []
     is_exact_if_deterministic = None
     if not is_exact:
-        with _deterministic(operations):
+        with _refusing_snapshots(client), _deterministic(operations):
             differs = _first_difference(replay(), replay()) is not None
         is_exact_if_deterministic = not client.maximum([int(differs)])[0]
     client.restore(state, resume=found.step, generation=found.generation)
@@ -136,6 +137,33 @@ def _count(steps: int) -> int:
         if (count := as_step(steps)) >= 1:
             return count
     raise BadConfig(f"replay_check(steps={steps!r}): expected a whole number, 1 or more")
+
+
+def _number(loss: SupportsFloat | None) -> float | None:
+    """Raises BadRequest for a loss that is no number."""
+    try:
+        return None if loss is None else float(loss)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise BadRequest(
+            f"replay_check: `train` yielded a {type(loss).__name__} that is not a single number: {error}",
+            hint="yield a number, a tensor with one element, or None",
+        ) from error
+
+
+@contextmanager
+def _refusing_snapshots(client: Client) -> Generator[None, None, None]:
+    """A snapshot of a replay would be the newest checkpoint of the run, and a restart would begin there."""
+
+    def refuse(step: int, *_: object, **__: object) -> NoReturn:
+        raise BadRequest(
+            f"replay_check: `train` takes a snapshot of step {step}", hint="leave snapshots out of the replayed steps"
+        )
+
+    vars(client)["snapshot"] = refuse
+    try:
+        yield
+    finally:
+        del vars(client)["snapshot"]
 
 
 def _first_difference(first: Taken, second: Taken) -> int | None:

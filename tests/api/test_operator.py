@@ -211,6 +211,17 @@ async def test_a_tier_that_was_never_listed_has_no_used_bytes(house: House) -> N
     assert {labels for each, labels in await house.samples() if each == name} == {("hot",)}
 
 
+async def test_a_tier_that_was_never_listed_has_no_number_of_checkpoints(house: House) -> None:
+    house.rooms.seal(7)
+    await house.rooms.persister().run_once()
+    await house.rooms.list_tiers("hot")
+    samples = await house.samples()
+    assert samples["tierd_checkpoints", (RUN, "hot")] == 1
+    assert ("tierd_checkpoints", (RUN, "cold")) not in samples, "0 would say that it has none"
+    await house.rooms.look()
+    assert (await house.samples())["tierd_checkpoints", (RUN, "cold")] == 0, "known to be empty"
+
+
 async def test_metrics_parse_as_prometheus_text_and_have_no_step_labels(house: House) -> None:
     await with_history(house)
     _, body, content_type = await house.get("/metrics")
@@ -267,6 +278,18 @@ async def test_queue_of_an_unreachable_tier_is_not_empty(house: House) -> None:
     house.rooms.catalog.listing_failed("cold", "503")
     queues = (await house.json("/api/v1/status"))["queues"]
     assert [(one["tier"], one["checkpoints"], one["oldest_age_s"]) for one in queues][1] == ("cold", 1, 90.0)
+
+
+async def test_what_an_unreachable_tier_had_does_not_wait_for_it(house: House) -> None:
+    """Otherwise old checkpoints that cold has would fire the alert on a late copy as soon as cold is down."""
+    await with_history(house)
+    await house.rooms.replicator().run_once()
+    await house.rooms.look()
+    assert (await house.json("/api/v1/status"))["queues"][1]["checkpoints"] == 0
+    house.rooms.catalog.listing_failed("cold", "503")
+    queue = (await house.json("/api/v1/status"))["queues"][1]
+    assert (queue["checkpoints"], queue["oldest_age_s"]) == (0, 0.0)
+    assert (await house.samples())["tierd_queue_checkpoints", ("cold",)] == 0
 
 
 async def test_facts_of_slow_copies_are_in_status_metrics_and_page(house: House) -> None:

@@ -94,6 +94,7 @@ async def test_checkpoint_page_says_where_it_is_why_and_how_to_restore_it(house:
     await with_history(house)
     shown = await page(house, STEP_7)
     assert f"tierd restore --run {RUN} --step 7 --generation 1 --to ./{RUN}-7" in shown.text
+    assert f"tierd show {RUN} 7 --generation 1" in shown.text
     assert "cold nothing replicate milestone best" in shown.text
     assert "rank-00000-of-00002.safetensors" in shown.text
     assert "nothing: it is the first" in shown.text
@@ -135,7 +136,7 @@ async def test_pages_of_many_checkpoints_are_bounded(house: House) -> None:
     for path in ("/", f"/runs/{RUN}"):
         assert len((await house.get(path))[1]) < 200_000
     text = (await page(house, f"/runs/{RUN}")).text
-    assert "1802 older ones: tierd ls" in text
+    assert f"1802 older ones: tierd ls --run {RUN}" in text
     assert "1702 older checkpoints are not drawn" in text
 
 

@@ -443,6 +443,17 @@ def test_status_counts_one_thing_as_one(house: House) -> None:
     assert check.stdout == "OK: 1 run, 2 tiers\n"
 
 
+@pytest.mark.parametrize("verb", [("ls",), ("show", "run42")])
+def test_what_only_a_daemon_without_an_answer_knows_is_said_to_be_left_out(house: House, verb: tuple[str, ...]) -> None:
+    make_checkpoint(house.hot)
+    with answering(house, b"", 503):
+        shown = house.tierd(*verb)
+    assert shown.exit_code == 0
+    assert "such as the memory tier, is left out: ask the daemon at 127.0.0.1:" in shown.stderr
+    assert "HTTP 503" in shown.stderr
+    assert "left out" not in house.tierd(*verb).stderr, "nothing listens there any more"
+
+
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"version": 1}', b"null"])
 def test_answer_that_is_not_from_a_daemon_is_exit_13(house: House, body: bytes) -> None:
     with answering(house, body):

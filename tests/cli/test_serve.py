@@ -15,7 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.cli import House, content, make_checkpoint, make_house
+from tests.support.cli import House, content, flip_a_bit, make_checkpoint, make_house
+from tests.support.daemon import Daemon
+from tests.support.waiting import wait_until
 from tierd.format import wire
 from tierd.format.ids import checkpoint_id
 
@@ -146,3 +148,13 @@ def test_a_daemon_that_does_not_know_which_node_it_is_does_not_start(tmp_path: P
     assert result.exit_code == 2
     assert "it is not said which of the 4 nodes this is" in result.stderr
     assert "SLURM_NODEID" in result.stderr
+
+
+def test_show_does_not_count_a_replica_that_the_daemon_has_found_damaged(tmp_path: Path) -> None:
+    scrub = "[scrub]\ninterval_s = 1.0\ndeep_share = 1.0\nrepair = false\n"
+    make_checkpoint(tmp_path / "hot")
+    with Daemon(tmp_path, more=scrub, environ={"TIERD_SCRUB_INTERVAL_S": "1.0"}) as daemon:
+        wait_until(lambda: daemon.json("show", "run42")["tiers"] == ["hot", "cold"], "the copy")
+        flip_a_bit(next((tmp_path / "hot" / "run42").glob("*/*.safetensors")))
+        wait_until(lambda: daemon.json("show", "run42")["tiers"] == ["cold"], "the scrub")
+        assert "in hot does not count for the daemon: `tierd status` says why" in daemon.tierd("show", "run42").stderr

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import pty
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from datetime import UTC, datetime
@@ -20,8 +24,9 @@ from tests.support.waiting import DEADLINE_S
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli.options import Settings
 from tierd.cli.status import _print  # pyright: ignore[reportPrivateUsage]
+from tierd.format import layout
 from tierd.status.alarm_rules import alarms
-from tierd.status.report import FailureReport, QueueReport, RunReport, StatusReport, TierReport
+from tierd.status.report import FailureReport, LostReplica, QueueReport, RunReport, StatusReport, TierReport
 from tierd.status.work_at_risk import RiskReport
 from tierd.web.pages import run_page
 
@@ -124,6 +129,21 @@ def test_a_token_that_cannot_be_read_is_named_and_no_daemon_is_missed(tmp_path: 
     assert "no daemon" not in shown.stdout
 
 
+def test_a_lost_checkpoint_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    at = datetime.now(UTC).isoformat()
+    failures = [
+        FailureReport(at=at, stage="list", kind="lost", message="gpt/5 disappeared from cold"),
+        FailureReport(at=at, stage="list", kind="lost", message="the marker of cold is gone"),
+    ]
+    lost = [LostReplica(run="gpt", step=5, generation=1, tier="cold")]
+    status = StatusReport(version="0", node="n1", pid=1, uptime_s=9.0, is_ready=True, lost=lost, failures=failures)
+    status.alarms = alarms(status, datetime.now(UTC))
+    _print(status, Settings(None))
+    text = capsys.readouterr().out
+    assert text.count("disappeared from cold") == 1
+    assert "the marker of cold is gone" in text
+
+
 def test_watch_prints_it_again_until_it_is_interrupted(tmp_path: Path) -> None:
     house = make_house(tmp_path)
     assert house.tierd("status", "--watch", "--check").exit_code == 2
@@ -137,6 +157,42 @@ def test_watch_prints_it_again_until_it_is_interrupted(tmp_path: Path) -> None:
         watching.communicate()
     assert sum(line.startswith("CRITICAL: no daemon runs here") for line in lines) >= 2
     assert "\x1b" not in "".join(lines)
+
+
+def test_watch_ends_where_the_config_is_wrong(tmp_path: Path) -> None:
+    house = make_house(tmp_path, more="[lifecycle.hto]\nkeep_last = 3")
+    watched = house.tierd("status", "--watch")
+    assert watched.exit_code == 2
+    assert "there is no key" in watched.stderr
+
+
+def test_watch_keeps_the_screen_until_there_is_a_new_status(tmp_path: Path) -> None:
+    """A daemon that hangs is asked for seconds. Meanwhile the terminal shows what was known."""
+    house = make_house(tmp_path)
+    leader, follower = pty.openpty()
+    os.set_blocking(leader, False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(DEADLINE_S)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        (house.hot / layout.LOCK).write_text(json.dumps({"pid": 1, "listen": address}))
+        command = [sys.executable, "-m", "tierd", "--config", str(house.config), "status", "--watch"]
+        watching = subprocess.Popen(command, stdout=follower, stderr=follower)
+        try:
+            shown: list[str] = []
+            for _ in range(2):
+                asked, _address = listener.accept()  # the command waits for the answer
+                with contextlib.suppress(BlockingIOError):
+                    shown.append(os.read(leader, 1 << 16).decode())
+                asked.close()
+        finally:
+            watching.kill()
+            watching.wait()
+            os.close(leader)
+            os.close(follower)
+    (screen,) = shown
+    assert screen.startswith("\x1b[2J\x1b[H")
+    assert screen.count("\x1b[2J") == 1
+    assert "although" in screen or "no daemon answers" in screen
 
 
 def drip(listener: socket.socket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,6 +179,23 @@ def test_a_rollback_stays_in_the_timeline_that_was_chosen(daemon: Daemon, run: s
     again.train(action="rollback", resume=15)
     assert [step for step, _ in again.losses][:4] == [16, 17, 16, 17]
     assert again.losses[-1][0] == STEPS
+    assert all(math.isfinite(loss) for _, loss in again.losses[2:])
+
+
+def test_a_rollback_goes_back_further_where_the_start_was_deleted(daemon: Daemon, run: str) -> None:
+    """Step 20 is of the timeline that was left: it goes back to step 10."""
+    Loop(daemon, run, {}).train()
+    again = Loop(daemon, run, {16: math.nan})
+    train = again.step
+
+    def step(batch: int) -> float:
+        for tier in (daemon.hot, daemon.cold):
+            shutil.rmtree(tier / run / "000000000015-g0001", ignore_errors=True)
+        return train(batch)
+
+    again.step = step  # type: ignore[method-assign]
+    again.train(action="rollback", resume=15)
+    assert [step for step, _ in again.losses] == [16, 17, *range(11, STEPS + 1)]
     assert all(math.isfinite(loss) for _, loss in again.losses[2:])
 
 

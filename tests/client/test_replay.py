@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import tierd_client
 import torch
-from tierd_client import BadConfig, NotFound, Replay, ResumableLoader, ResumableSampler, TrainingState, replay_check
+from tierd_client import (
+    BadConfig,
+    BadRequest,
+    NotFound,
+    Replay,
+    ResumableLoader,
+    ResumableSampler,
+    TrainingState,
+    replay_check,
+)
 
 from tests.support.daemon import Daemon
 from tests.support.trainer import Training, joined, together
@@ -125,6 +134,26 @@ def _replay(training: Training, lacking_rank: int) -> tuple[bool, int | None, st
 
     found = replay_check(training.client, training.state, train, steps=2)
     return found.is_exact, found.differs_at, str(found)
+
+
+def test_steps_that_take_snapshots_or_yield_no_number_are_refused(daemon: Daemon, run: str) -> None:
+    """A snapshot of a replay would be the newest checkpoint of the run."""
+    loop = Loop()
+    with tierd_client.connect(run, socket=daemon.socket) as client:
+        client.restore(loop.state)
+        client.snapshot(1, loop.state).wait_persisted(DEADLINE_S)
+
+        def snapshots() -> Iterator[float]:
+            for loss in loop.train():
+                client.snapshot(2, loop.state, metrics={"loss": loss})
+                yield loss
+
+        with pytest.raises(BadRequest, match="takes a snapshot of step 2"):
+            replay_check(client, loop.state, snapshots)
+        with pytest.raises(BadRequest, match="yielded a Tensor that is not a single number"):
+            replay_check(client, loop.state, lambda: iter([torch.ones(2)]), steps=1)  # type: ignore[list-item]
+        assert [row["step"] for row in daemon.get(f"/api/v1/checkpoints?run={run}")] == [1]
+        client.snapshot(2, loop.state).wait_persisted(DEADLINE_S)
 
 
 def test_all_ranks_learn_that_one_differs(daemon: Daemon, run: str, tmp_path: Path) -> None:

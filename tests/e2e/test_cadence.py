@@ -49,6 +49,8 @@ def test_interval_of_the_script_replaces_auto(tmp_path: Path) -> None:
     with serving(tmp_path, more=AUTO) as daemon, Trainer() as trainer:
         trainer.connect(daemon.socket, every_steps=7)
         assert trainer.apply(due_steps) == [7, 14]
+        shown = "saves every 1 min 0 s (auto, unless the script sets an interval): no snapshot was measured yet"
+        assert shown in daemon.tierd("status").stdout, "the daemon does not know the interval of the script"
 
 
 def due_steps(training: Training) -> list[int]:

@@ -219,3 +219,23 @@ def test_takeover_killed_trainer_and_hung_daemon_are_named(tmp_path: Path, monke
     assert f"its process {pid} holds the lock" in hung.stderr
     assert checked.returncode == 2
     assert checked.stdout.startswith("CRITICAL: the daemon")
+
+
+def test_a_killed_rank_whose_others_hang_is_named(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon:
+        with joined(tmp_path, 2) as trainers:
+            together(trainers, "connect", daemon.socket)
+            together(trainers, "durable")
+            assert named(daemon) == {}
+            trainers[1].kill()
+            alarm = wait_until(lambda: named(daemon).get("TierdRunEnded"), "the killed rank")
+            assert "run trains without all of its ranks: rank 1 lost" in alarm["message"]
+            assert alarm["command"] == "tierd stop --run run --force"
+            assert (
+                "1 of 2 ranks attached, running (rank 1 lost: it ended without a message"
+                in daemon.tierd("status").stdout
+            )
+            Section(alarm["runbook"]).says("trains without all of its ranks")
+        with joined(tmp_path, 2) as trainers:
+            together(trainers, "connect", daemon.socket)
+            assert named(daemon) == {}

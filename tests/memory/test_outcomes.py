@@ -53,6 +53,27 @@ def test_the_state_is_the_most_severe_outcome_after_all_ranks_have_disconnected(
     assert state == max((outcome or "lost" for outcome in of_ranks), key=OUTCOMES.index)
 
 
+def test_ranks_that_have_ended_badly_while_others_train_are_named() -> None:
+    outcomes = RunOutcomes()
+    assert outcomes.ended_badly(RUN) == ""
+    for rank in range(5):
+        outcomes.rank_entered(RUN, FIRST, Rank(rank))
+    outcomes.rank_exited(RUN, Rank(4), "finished", "")
+    outcomes.rank_disconnected(RUN, Rank(4))
+    assert outcomes.ended_badly(RUN) == ""
+    outcomes.rank_disconnected(RUN, Rank(2))
+    assert outcomes.ended_badly(RUN) == "rank 2 lost: it ended without a message: killed or crashed"
+    outcomes.rank_exited(RUN, Rank(1), "failed", "ValueError: x")
+    outcomes.rank_disconnected(RUN, Rank(1))
+    assert outcomes.ended_badly(RUN) == "ranks 1-2 failed: ValueError: x"
+    outcomes.rank_entered(RUN, FIRST, Rank(1))
+    outcomes.rank_entered(RUN, FIRST, Rank(2))
+    assert outcomes.ended_badly(RUN) == ""
+    for rank in range(4):
+        outcomes.rank_disconnected(RUN, Rank(rank))
+    assert outcomes.ended_badly(RUN) == "", "the run has ended"
+
+
 def test_a_reconnect_and_a_new_generation_discard_earlier_outcomes() -> None:
     outcomes = RunOutcomes()
     outcomes.rank_entered(RUN, FIRST, Rank(0))

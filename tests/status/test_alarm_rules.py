@@ -43,12 +43,13 @@ def failed(stage: str, kind: str, *, at: str = "2025-01-01T11:55:00+00:00", hint
     return status(failures=[FailureReport(at=at, stage=stage, kind=kind, message="x", hint=hint)], queues=queues)
 
 
-def newest(step: int, age_s: float = 1.0) -> NewestCheckpoint:
-    return NewestCheckpoint(step=step, generation=1, created_at="", age_s=age_s)
+def newest(step: int, age_s: float = 1.0, *, generation: int = 1) -> NewestCheckpoint:
+    return NewestCheckpoint(step=step, generation=generation, created_at="", age_s=age_s)
 
 
 def of_run(**fields: Any) -> StatusReport:
-    return status(runs=[RunReport(run="gpt", generation=1, **{"state": "running"} | fields)])
+    defaults: dict[str, Any] = {"generation": 1, "state": "running"}
+    return status(runs=[RunReport(run="gpt", **defaults | fields)])
 
 
 def of_nodes(**fields: Any) -> StatusReport:
@@ -108,12 +109,14 @@ WRONG: list[tuple[str, StatusReport]] = [
     ("TierdColdStalled", status(queues=[QueueReport(tier="cold", checkpoints=1, last_copy_age_s=3601.0)])),
     ("TierdColdTooSlow", status(queues=[SLOW])),
     ("TierdRunEnded", of_run(state="lost", ended_age_s=9.0)),
+    ("TierdRunEnded", of_run(reason="rank 1 lost: killed", tiers={"hot": newest(5)})),
     ("TierdRunSilent", of_run(pause=Pause(31.0, 30.0))),
     ("TierdNoNewCheckpoint", of_run(tiers={"hot": newest(5, 4 * 3600 + 1.0)})),
     ("TierdNoNewCheckpoint", of_run(tiers={"memory": None, "hot": None, "cold": None}, attached_s=4 * 3600 + 1.0)),
     ("TierdNoNewCheckpoint", of_nodes(everywhere=newest(5, 4 * 3600 + 1.0), parts={"hot": PART})),
     ("TierdNewerGeneration", of_run(newer_generation=2)),
     ("TierdUnhealthy", of_run(unhealthy_steps=[6], tiers={"hot": newest(5)})),
+    ("TierdUnhealthy", of_run(generation=2, unhealthy_steps=[6], unhealthy_generation=2, tiers={"hot": newest(9)})),
     ("TierdCommitStalled", of_nodes(awaited={"cold": PART})),
     ("TierdDown", of_nodes(roster=[node(problem="connection refused")])),
     ("TierdPeerBehind", of_nodes(roster=[node(copy_lag_s=901.0)])),
@@ -131,6 +134,15 @@ RIGHT = [
     status(queues=[copied(checkpoints=0, given_up={"replaced": 3}, given_up_age_s={"replaced": 9.0})]),
     status(watches=[watched(notes=["it is not there"])]),
     of_run(pause=Pause(29.0, 30.0), tiers={"hot": newest(5)}, unhealthy_steps=[4]),
+    of_run(unhealthy_steps=[6], unhealthy_generation=1, generation=2, tiers={"hot": newest(4)}),  # it has gone back
+    of_run(
+        state="finished",
+        unhealthy_steps=[6],
+        unhealthy_generation=1,
+        generation=2,
+        tiers={"hot": newest(5, generation=2)},
+    ),
+    of_run(unhealthy_steps=[4], nodes=NodesReport(ranks=[0], world_size=2, parts={"hot": PART})),
     of_run(state="finished", tiers={"hot": newest(5, 1e6)}),
     of_run(tiers={"hot": newest(5, 1e6)}, attached_s=300.0),  # it has rested
     of_run(tiers={"hot": None, "cold": newest(5, 9.0)}, attached_s=1e6),  # hot is full
@@ -163,6 +175,19 @@ def test_checkpoint_with_nan_is_named_once_and_never_as_damaged_bytes() -> None:
     assert alarm.command == "tierd stop --run gpt"
     (alarm,) = alarms(of_run(state="finished", unhealthy_steps=[6]), NOW)
     assert alarm.command == "tierd show gpt 6", "there is nothing to stop"
+
+
+@pytest.mark.parametrize(("in_hot", "is_over"), [(newest(5, 1e4), True), (newest(4, 1e4), False), (None, False)])
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_snapshot_that_hot_has_taken_after_all_ends_the_alarm(
+    in_hot: NewestCheckpoint | None, is_over: bool, generation: int
+) -> None:
+    """Its trainers are dead: no later one will come."""
+    failure = msgspec.structs.replace(failed("persist", "full").failures[0], run="gpt", step=5)
+    full = of_run(state="finished", generation=generation, tiers={"hot": in_hot})
+    named = {alarm.alert for alarm in alarms(msgspec.structs.replace(full, failures=[failure]), NOW)}
+    # A checkpoint of a former generation is not the snapshot that failed.
+    assert ("TierdDiskFull" not in named) is (is_over and generation == 1)
 
 
 def test_a_daemon_that_is_stopped_is_continued_and_not_started_again() -> None:

@@ -72,7 +72,7 @@ def refresh_gauges(context: DaemonContext, status: StatusReport, peer_lag_s: Cal
         metrics.damaged_checkpoints.labels(tier.name).set(len(catalog.tiers[tier.name].damaged))
         runs = (checkpoint.run for checkpoint in catalog.in_tier(tier.name))
         counts = Counter(run if run in shown else OTHER_RUNS for run in runs)
-        for run in {*shown, *counts}:
+        for run in {*shown, *counts} if tier.checkpoints is not None else ():  # else 0 would say that it has none
             metrics.checkpoints.labels(run, tier.name).set(counts[run])
     for queue in status.queues:
         metrics.queue_checkpoints.labels(queue.tier).set(queue.checkpoints)

@@ -92,12 +92,13 @@ class HttpServer:
         except OSError as error:
             # asyncio puts the address into strerror. The codes of getaddrinfo are negative.
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+            hint = f"set {self._key} to an address of this machine, such as 127.0.0.1"
             if error.errno == errno.EADDRINUSE:
                 reason = f"{await port_occupant(host, port)} has this port"
-            raise BadConfig(
-                f"listen on {self._listen}: {reason}",
-                hint=f"set {self._key} to a free port; port 0 takes any",
-            ) from error
+                hint = f"set {self._key} to a free port; port 0 takes any"
+            elif error.errno in (errno.EACCES, errno.EPERM):
+                hint = f"set {self._key} to a port above 1023"
+            raise BadConfig(f"listen on {self._listen}: {reason}", hint=hint) from error
         bound_host, bound_port = self._listener.sockets[0].getsockname()[:2]
         self.address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
 

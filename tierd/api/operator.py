@@ -60,6 +60,7 @@ from tierd.status.report import (
     costs_report,
     foreign_sentences,
     run_report,
+    set_unhealthy,
     sources_of,
     tier_report,
 )
@@ -222,6 +223,7 @@ class Operator:
         if choice is not None and report.ranks_attached:
             report.cadence = CadenceReport(every_s=round(choice.every_s, 3), reasons=list(choice.reasons))
         report.state, report.reason = self._memory.outcomes.state(run) or (None, "")
+        report.reason = report.reason or self._memory.outcomes.ended_badly(run)
         now_s = self._context.monotonic_s()
         if (ended_s := self._memory.outcomes.ended_s(run)) is not None:
             report.ended_age_s = round(now_s - ended_s, 1)
@@ -235,8 +237,7 @@ class Operator:
         # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {*self._catalog.unhealthy(run)}
         unhealthy |= {snapshot_set.id for snapshot_set in self._memory.complete(run) if snapshot_set.is_unhealthy}
-        oldest_first = sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)
-        report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
+        set_unhealthy(report, unhealthy)
         return report
 
     def _at_risk(

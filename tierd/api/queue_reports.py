@@ -14,7 +14,8 @@ from tierd.status.report import QueueReport
 
 
 def queue_reports(context: DaemonContext, due_every_s: Mapping[str, float]) -> list[QueueReport]:
-    """For hot: the snapshots that are not durable yet; for each cold tier: the checkpoints that it should have.
+    """For hot: the snapshots that are not durable yet; for each cold tier: the checkpoints that it should have and
+    lacks, as last known.
     `due_every_s`: by cold tier."""
     memory, catalog, now = context.memory, context.catalog, context.now()
     ages = [time.monotonic() - snapshot_set.sealed_at_s for snapshot_set in memory.pending()]
@@ -22,7 +23,9 @@ def queue_reports(context: DaemonContext, due_every_s: Mapping[str, float]) -> l
     since_s = min(map(memory.unsaved_since_s, memory.runs()), default=math.inf)
     queues[0].oldest_age_s = round(max(0.0, context.monotonic_s() - since_s), 1)
     for tier, checkpoints in waiting(catalog, context.config).items():
-        entries = [entry for checkpoint in checkpoints if (entry := catalog.get(checkpoint))]
+        # A tier that cannot be listed now counts as empty in the policy. Of what it had before, nothing waits.
+        there = catalog.in_tier(tier)
+        entries = [entry for each in checkpoints if each not in there and (entry := catalog.get(each))]
         queue = _queue(tier, [age_s(entry.manifest.created_at, now) for entry in entries])
         record, copying = context.copies[tier], catalog.copying(tier)
         queue.copying = str(copying) if copying else None

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tierd.cli.console import print_note
 from tierd.config.sections import Config
 from tierd.errors import UNDECODABLE, DaemonUnreachable, NotFound, TierdError
 from tierd.format import layout
@@ -93,9 +94,12 @@ def is_absent(error: DaemonUnreachable) -> bool:
 
 
 def find_or_none(config: Config, *, is_fresh: bool = False) -> RunningDaemon | None:
+    """None where no daemon answers. If one may run all the same, a note says so: what only it knows is left out."""
     try:
         return find(config, is_fresh=is_fresh)
-    except DaemonUnreachable:
+    except DaemonUnreachable as error:
+        if not is_absent(error):
+            print_note(f"tierd: what only the daemon knows, such as the memory tier, is left out: {error.message}")
         return None
 
 

@@ -15,10 +15,16 @@ from tierd.cli.note import NotedCheckpoint, note_line, notes_of
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
 from tierd.errors import BadConfig, NotFound
-from tierd.format.ids import AUTO, MEMORY
+from tierd.format.ids import AUTO, MEMORY, CheckpointId
 from tierd.format.text import counted
 from tierd.lifecycle.selection import select
-from tierd.status.checkpoint_report import CheckpointReport, checkpoint_report, checkpoint_rows, read_diagnosis
+from tierd.status.checkpoint_report import (
+    CheckpointReport,
+    CheckpointRow,
+    checkpoint_report,
+    checkpoint_rows,
+    read_diagnosis,
+)
 from tierd.status.report import tiers_text
 
 NOT_WHOLE = "the other ranks' shards are on other nodes"
@@ -38,7 +44,7 @@ async def show(
         raise BadConfig(f"show {run}: that cannot name a run", hint=f"tierd show {run.replace('/', ' ', 1)}")
     query = parse_query(run, step, generation, tier=place or AUTO)
     settings = settings_of(context)
-    daemon = None if place else daemon_http.find_or_none(settings.config())
+    daemon = None if place else daemon_http.find_or_none(settings.config(), is_fresh=True)
     rows = daemon.rows() if daemon else []
     health = {row.id: row.healthy for row in rows if MEMORY in row.tiers}
     async with open_tiers(settings, place=place) as tiers:
@@ -49,7 +55,7 @@ async def show(
         part = max(parts, key=lambda row: row.id.recency, default=None)
         try:
             chosen = select(query, selectable_replicas(tiers.catalog, in_memory=health.keys(), health=health)).candidate
-            checkpoint, whole_in = chosen.id, list(chosen.tiers)
+            checkpoint, whole_in = chosen.id, _counted(list(chosen.tiers), chosen.id, rows if daemon else [])
             if part is not None and part.id.recency > checkpoint.recency:
                 print_note(f"tierd: newer, and no tier here has it whole: {part.id} {tiers_text([], part.parts)}")
         except NotFound:
@@ -70,6 +76,15 @@ async def show(
     else:
         _print(report, noted)
     return code
+
+
+def _counted(tiers: list[str], checkpoint: CheckpointId, rows: list[CheckpointRow]) -> list[str]:
+    """Those of `tiers` that count for the daemon, of which `rows` are: only it knows which replicas are damaged."""
+    counted_in = next((row.tiers for row in rows if row.id == checkpoint), tiers)
+    if others := [tier for tier in tiers if tier not in counted_in]:
+        where = " and ".join(others)
+        print_note(f"tierd: {checkpoint} in {where} does not count for the daemon: `tierd status` says why")
+    return [tier for tier in tiers if tier in counted_in]
 
 
 def _print(report: CheckpointReport, noted: NotedCheckpoint) -> None:

@@ -28,7 +28,7 @@ from tierd.errors import BadConfig, DaemonUnreachable, TierdError
 from tierd.format.ids import HOT, Run
 from tierd.format.node_file import ranks_text
 from tierd.format.text import counted
-from tierd.status.alarm_rules import alarms
+from tierd.status.alarm_rules import DISAPPEARED, alarms
 from tierd.status.disks import free_bytes, on_disk_of
 from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.node_reports import NewestCheckpoint, NewestPart
@@ -78,12 +78,7 @@ async def status(context: typer.Context, json: options.Json = False, check: Chec
     if watch and check:
         raise BadConfig("tierd status --watch --check: a check ends with one exit code", hint="give one of them")
     while watch:
-        if sys.stdout.isatty():
-            typer.echo("\x1b[2J\x1b[H", nl=False)  # an empty screen
-        try:
-            await _status(settings, as_json=json, is_check=False)
-        except TierdError as error:
-            print_note(f"tierd: {error.message}")
+        await _watch_once(settings, as_json=json)
         await asyncio.sleep(WATCH_S)
     try:
         return await _status(settings, as_json=json, is_check=check)
@@ -94,14 +89,37 @@ async def status(context: typer.Context, json: options.Json = False, check: Chec
         return UNKNOWN
 
 
-async def _status(settings: Settings, *, as_json: bool, is_check: bool) -> int:
-    unreachable: DaemonUnreachable | None = None
+async def _watch_once(settings: Settings, *, as_json: bool) -> None:
+    """The former status stays on the screen until there is a new one: a daemon that hangs is asked for seconds."""
+    unreachable: TierdError | None = None
+    report: StatusReport | None = None
     try:
-        report = daemon_http.find(settings.config(), with_nodes=True).status
+        report, unreachable = await _read(settings)
+    except BadConfig:
+        raise  # it stays as it is until somebody edits the config
+    except TierdError as error:
+        unreachable = error
+    if sys.stdout.isatty():
+        typer.echo("\x1b[2J\x1b[H", nl=False)  # an empty screen
+    if report is not None:
+        print_report(report, as_json=as_json, text=lambda report: _print(report, settings))
+    if unreachable is not None:
+        print_note(f"tierd: {unreachable.message}", *([f"  hint: {unreachable.hint}"] if unreachable.hint else []))
+
+
+async def _read(settings: Settings) -> tuple[StatusReport, DaemonUnreachable | None]:
+    """The daemon's report; without one, what the tiers say, and why the daemon did not answer."""
+    try:
+        return daemon_http.find(settings.config(), with_nodes=True).status, None
     except DaemonUnreachable as error:
-        report, unreachable = await _list(settings), error
+        report = await _list(settings)
         report.silence = "" if daemon_http.is_absent(error) else error.message
         report.alarms = alarms(report, now())
+        return report, error
+
+
+async def _status(settings: Settings, *, as_json: bool, is_check: bool) -> int:
+    report, unreachable = await _read(settings)
     if is_check and not as_json:
         _print_check(report)
     else:
@@ -205,13 +223,16 @@ def _print(report: StatusReport, settings: Settings) -> None:
             print_result(f"left to `tierd reap`: {left} in {tier.name}, where this daemon deletes nothing")
     if slots := [f"{count} {state}" for state, count in sorted(report.slots.items()) if count]:
         print_result("slots: " + ", ".join(slots))
-    named = " ".join([*(alarm.message for alarm in report.alarms), *_watch_problems(report)])
+    problems = [problem for watch in report.watches for problem in watch.problems]
+    named = " ".join([*(alarm.message for alarm in report.alarms), *problems])
     silent = [tier.url for tier in report.tiers if tier.error and not tier.is_known]
     for failure in [
         each
         for each in report.failures
         # Other failures of a tier that does not answer add nothing.
-        if each.message not in named and not (each.kind in _OF_TIER and any(url in each.message for url in silent))
+        if each.message not in named
+        and not (report.lost and DISAPPEARED in each.message)
+        and not (each.kind in _OF_TIER and any(url in each.message for url in silent))
     ][:_LISTED_FAILURES]:
         times = f" ({failure.count} times since {failure.first_at})" if failure.count > 1 else ""
         where = f"{failure.at} {failure.stage}"
@@ -256,10 +277,6 @@ def _print_alarms(report: StatusReport, settings: Settings) -> None:
         print_result(f"a tier that fails is tried again within minutes; at once after: kill -HUP {report.pid}")
     if report.alarms:
         print_result("")
-
-
-def _watch_problems(report: StatusReport) -> list[str]:
-    return [problem for watch in report.watches for problem in watch.problems]
 
 
 def _listed(age_s: float) -> str:
@@ -315,7 +332,8 @@ def _print_run(run: RunReport, settings: Settings, tiers: list[TierReport]) -> N
     if run.pause is not None and run.pause.seconds >= _PAUSE_SHOWN_S:
         print_result(f"  its trainers gave no sign for {duration(run.pause.seconds)}")
     if run.cadence is not None:
-        print_result(f"  saves every {duration(run.cadence.every_s)} (auto): {'; '.join(run.cadence.reasons)}")
+        auto = "auto, unless the script sets an interval"
+        print_result(f"  saves every {duration(run.cadence.every_s)} ({auto}): {'; '.join(run.cadence.reasons)}")
     newest = {tier: checkpoint for tier, checkpoint in run.tiers.items() if checkpoint}
     if nodes:
         print_result(f"  this node  {nodes}")

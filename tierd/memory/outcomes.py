@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from tierd.errors import BadRequest
 from tierd.format.ids import Generation, Rank, Run
+from tierd.format.node_file import ranks_text
 from tierd.format.wire import OUTCOMES, REASON_CHARS_MAX
 
 RUNS_MAX = 1024
@@ -78,6 +79,18 @@ class RunOutcomes:
     def restored(self) -> list[tuple[Run, Generation]]:
         """The runs of which only a former daemon had ranks."""
         return [(run, ranks.generation) for run, ranks in self._runs.items() if ranks.former is not None]
+
+    def ended_badly(self, run: Run) -> str:
+        """Which ranks have ended badly while others are connected, and why the worst of them has; empty if none has."""
+        ranks = self._runs.get(run)
+        if ranks is None or not ranks.present:
+            return ""
+        bad = {rank: outcome for rank, outcome in ranks.outcomes.items() if OUTCOMES[outcome[0]] in ENDED_BADLY}
+        if not bad:
+            return ""
+        severity, reason = max(bad.values())
+        noun = "rank" if len(bad) == 1 else "ranks"
+        return f"{noun} {ranks_text(sorted(bad))} {OUTCOMES[severity]}{f': {reason}' if reason else ''}"
 
     def forget(self, run: Run) -> None:
         self._runs.pop(run, None)

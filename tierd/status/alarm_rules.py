@@ -105,13 +105,26 @@ def _age_s(failure: FailureReport, now: datetime) -> float:
 
 
 def _is_over(failure: FailureReport, status: StatusReport, now: datetime) -> bool:
-    """Hot had no space, and has taken a later snapshot since."""
+    """Hot had no space, and has taken this snapshot or a later one since."""
     if failure.stage not in ("persist", "audit") or failure.kind != "full":
         return False
+    if any(_has_in_hot(run, failure) for run in status.runs):
+        return True
     parts = [run.nodes.parts.get(HOT) for run in status.runs if run.nodes is not UNSET]
     newest = [run.tiers.get(HOT) for run in status.runs]
     ages_s = [report.age_s for report in (*newest, *parts) if report is not None and report.age_s is not None]
     return min(ages_s, default=math.inf) < _age_s(failure, now)
+
+
+def _has_in_hot(run: RunReport, failure: FailureReport) -> bool:
+    """Whether hot has a checkpoint of the newest generation that is not before the step of the failure."""
+    nodes = None if run.nodes is UNSET else run.nodes
+    newest = [run.tiers.get(HOT), nodes and nodes.parts.get(HOT)]
+    return run.run == failure.run and any(
+        each.generation == run.generation and each.step >= failure.step
+        for each in newest
+        if each is not None and failure.step is not None
+    )
 
 
 def _alarm(alert: str, severity: Severity, message: str, runbook: str, command: str) -> Alarm:
@@ -266,6 +279,9 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
         what = f"{name} does not train: its trainers are {run.state}{reason}{_restart(run)}"
         command = "dmesg -T | grep -i oom-kill" if run.state == "lost" else f"tierd ls --run {name}"
         yield _alarm("TierdRunEnded", WARNING, what, "run-ended", command)
+    if run.state == "running" and run.reason:
+        what = f"{name} trains without all of its ranks: {run.reason}. The others are attached, and may wait for it"
+        yield _alarm("TierdRunEnded", WARNING, what, "run-ended", f"tierd stop --run {name} --force")
     if run.pause is not None and run.pause.is_too_long:
         what = f"{name} is silent: its trainers are attached and gave no sign for {duration(run.pause.seconds)}"
         why, command = _why_silent(run.processes)
@@ -298,9 +314,18 @@ def _without_commit_s(run: RunReport) -> float:
 
 
 def _is_unhealthy(run: RunReport) -> bool:
-    """Whether no healthy checkpoint is newer than the newest unhealthy one."""
-    newest = max((tier.step for tier in run.tiers.values() if tier is not None), default=-1)
-    return bool(run.unhealthy_steps) and run.unhealthy_steps[-1] > newest
+    """Whether no healthy checkpoint is newer than the newest unhealthy one, and no newer start of the trainers runs:
+    that one began at a healthy checkpoint, as after a rollback."""
+    if not run.unhealthy_steps:
+        return False
+    generation = run.unhealthy_generation
+    if generation is not None and run.state == "running" and run.generation > generation:
+        return False
+    nodes = None if run.nodes is UNSET else run.nodes
+    newest = [*run.tiers.values(), *(nodes.parts.values() if nodes else ()), nodes and nodes.everywhere]
+    # The steps of a newer generation may be lower. A daemon of an older version does not tell the generation.
+    healthy = [(0 if generation is None else each.generation, each.step) for each in newest if each is not None]
+    return (generation or 0, run.unhealthy_steps[-1]) > max(healthy, default=(0, -1))
 
 
 def _of_nodes(run: RunReport) -> Iterator[Alarm]:

@@ -62,8 +62,8 @@ class HolderReport(msgspec.Struct, kw_only=True):
 class RunReport(msgspec.Struct, kw_only=True):
     """`world_size`, `ranks_attached`, `attached_s` (how long any is), `state`, `reason` and `ended_age_s` (how the
     trainers are, or ended, and when), `pause`, `cadence` and `newer_generation` (begun elsewhere), of trainers that are
-    attached: only the daemon knows. `tiers`: what each has whole. `at_risk`: what a loss now costs. `nodes`: only of a
-    run over several nodes."""
+    attached: only the daemon knows. `tiers`: what each has whole. `at_risk`: what a loss now costs.
+    `unhealthy_generation`: of the last of `unhealthy_steps`. `nodes`: only of a run over several nodes."""
 
     run: str
     generation: int
@@ -80,6 +80,7 @@ class RunReport(msgspec.Struct, kw_only=True):
     at_risk: list[RiskReport] = []
     tiers: dict[str, NewestCheckpoint | None] = {}
     unhealthy_steps: list[int] = []
+    unhealthy_generation: int | None = None
     nodes: NodesReport | UnsetType = UNSET
 
 
@@ -265,16 +266,23 @@ def run_report(catalog: Catalog, run: Run, now: datetime) -> RunReport:
             everywhere=everywhere,
             is_adopted=part.is_adopted or UNSET,
         )
-    return RunReport(
+    report = RunReport(
         run=run,
         generation=catalog.generation_max(run),
         tiers={
             tier: newest_report(manifest.id, manifest.created_at, now) if manifest else None
             for tier, manifest in newest.items()
         },
-        unhealthy_steps=[checkpoint.step for checkpoint in catalog.unhealthy(run)],
         nodes=nodes or UNSET,
     )
+    set_unhealthy(report, catalog.unhealthy(run))
+    return report
+
+
+def set_unhealthy(report: RunReport, unhealthy: Iterable[CheckpointId]) -> None:
+    oldest_first = sorted(unhealthy, key=lambda checkpoint: checkpoint.recency)
+    report.unhealthy_steps = [checkpoint.step for checkpoint in oldest_first]
+    report.unhealthy_generation = oldest_first[-1].generation if oldest_first else None
 
 
 def sources_of(report: RunReport) -> dict[str, RestartPoint]:

@@ -125,8 +125,9 @@ def on_hot_disk(status: StatusReport) -> list[str]:
 def _commands(report: CheckpointReport) -> list[tuple[str, str]]:
     """(what it does, the command to copy)"""
     manifest = report.manifest
-    which = f"--run {shlex.quote(manifest.run)} --step {manifest.step} --generation {manifest.generation}"
-    found = [("Everything about it", f"tierd show {shlex.quote(manifest.run)} {manifest.step}")]
+    generation = f"--generation {manifest.generation}"  # a step may be of several
+    which = f"--run {shlex.quote(manifest.run)} --step {manifest.step} {generation}"
+    found = [("Everything about it", f"tierd show {shlex.quote(manifest.run)} {manifest.step} {generation}")]
     if report.tiers:
         target = shlex.quote(f"{manifest.run}-{manifest.step}")
         found = [("Restore it into a new directory", f"tierd restore {which} --to ./{target}"), *found]
