@@ -206,6 +206,23 @@ async def test_a_former_version_reaches_a_tier_that_did_not_answer_when_the_file
     assert await followed.segments("hot") == [], "hot fetches nothing"
 
 
+async def test_a_file_that_was_deleted_reaches_a_tier_that_did_not_answer_before(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_list(*_: object, **__: object) -> list[object]:
+        raise TierUnreachable("list: no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(followed.rooms.context.cold["cold"].store, "list", no_list)
+        followed.file.write_bytes(b"1\n2\n")
+        await followed.settle()
+        followed.file.unlink()
+        await followed.settle()
+    assert await followed.content("hot") == b"1\n2\n"
+    await followed.settle(120)  # the tier is asked less often after a failure
+    assert await followed.content("cold") == b"1\n2\n"
+
+
 async def test_a_file_that_does_not_change_is_not_held_open(followed: Followed) -> None:
     def count() -> int:
         return [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")].count(str(followed.file))
