@@ -336,6 +336,16 @@ async def test_a_name_that_cannot_be_a_key_is_reported(followed: Followed, name:
     assert await followed.content("cold") == b"1\n", "the others are copied"
 
 
+async def test_any_number_of_names_that_cannot_be_keys_is_a_few_problems(followed: Followed) -> None:
+    for number in range(300):
+        (followed.folder / f"{number} of 300.jsonl").write_text("1\n")
+    followed.file.write_bytes(b"1\n")
+    report = await followed.settle()
+    assert len(report.problems) == 10
+    assert sum(each["count"] for each in followed.rooms.incidents.recent()) == 10
+    assert await followed.content("cold") == b"1\n", "the others are copied"
+
+
 @pytest.mark.parametrize("kind", ["folder", "link", "fifo"])
 async def test_what_is_no_file_is_reported_and_not_followed(followed: Followed, kind: str) -> None:
     if kind == "folder":

@@ -37,6 +37,7 @@ from tierd.transfer.sidecar_copy import (
 )
 from tierd.workers.former_sidecars import FormerSidecars
 from tierd.workers.sidecar_versions import SidecarVersions
+from tierd.workers.watch_findings import SHOWN_MAX, lines
 
 T = TypeVar("T")
 
@@ -155,7 +156,7 @@ class SidecarFollower:
             size_bytes=sum(file.size_bytes for file in self._files.values()),
             behind_s=round(self._behind_s(), 1),
             rewritten=dict(sorted(self._rewritten.items())),
-            problems=[printable(str(error)) for error in self._problems.values()],
+            problems=lines([str(error) for error in self._problems.values()]),
         )
 
     # ── one pass ──
@@ -165,10 +166,10 @@ class SidecarFollower:
         found: dict[str, tuple[int, ...]] = {}
         for name in followed_files(self._path, self._context.config.sidecars.keep):
             if not is_file_name(name):
-                hint = "rename it: letters, digits, '.', '_' and '-', at most 120 of them"
-                self._problems[name] = BadRequest(
-                    f"copy {self._path / name}: the name cannot be part of a key", hint=hint
-                )
+                if len(self._problems) < SHOWN_MAX:
+                    hint = "rename it: letters, digits, '.', '_' and '-', at most 120 of them"
+                    what = f"copy {self._path / name}: the name cannot be part of a key"
+                    self._problems[name] = BadRequest(what, hint=hint)
             elif len(found) == FILES_MAX:
                 hint = "name fewer files in sidecars.keep; the first ones by name are copied"
                 self._problems[""] = BadRequest(f"copy from {self._path}: more than {FILES_MAX} files", hint=hint)
