@@ -206,6 +206,23 @@ async def test_a_former_version_reaches_a_tier_that_did_not_answer_when_the_file
     assert await followed.segments("hot") == [], "hot fetches nothing"
 
 
+async def test_a_file_that_was_deleted_reaches_a_tier_that_did_not_answer_before(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_list(*_: object, **__: object) -> list[object]:
+        raise TierUnreachable("list: no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(followed.rooms.context.cold["cold"].store, "list", no_list)
+        followed.file.write_bytes(b"1\n2\n")
+        await followed.settle()
+        followed.file.unlink()
+        await followed.settle()
+    assert await followed.content("hot") == b"1\n2\n"
+    await followed.settle(120)  # the tier is asked less often after a failure
+    assert await followed.content("cold") == b"1\n2\n"
+
+
 async def test_a_file_that_does_not_change_is_not_held_open(followed: Followed) -> None:
     def count() -> int:
         return [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")].count(str(followed.file))
@@ -316,6 +333,16 @@ async def test_a_name_that_cannot_be_a_key_is_reported(followed: Followed, name:
     report = await followed.settle()
     assert len(report.problems) == 1
     assert "the name cannot be part of a key" in report.problems[0]
+    assert await followed.content("cold") == b"1\n", "the others are copied"
+
+
+async def test_any_number_of_names_that_cannot_be_keys_is_a_few_problems(followed: Followed) -> None:
+    for number in range(300):
+        (followed.folder / f"{number} of 300.jsonl").write_text("1\n")
+    followed.file.write_bytes(b"1\n")
+    report = await followed.settle()
+    assert len(report.problems) == 10
+    assert sum(each["count"] for each in followed.rooms.incidents.recent()) == 10
     assert await followed.content("cold") == b"1\n", "the others are copied"
 
 

@@ -180,6 +180,33 @@ async def test_two_daemons_that_see_one_changed_past_go_on_in_one_version(nodes:
     assert sorted(await nodes.contents()) == [b"1\n2\n", b"a\nb\n"]
 
 
+async def test_a_view_that_is_older_than_what_another_daemon_has_copied_begins_no_version(nodes: Nodes) -> None:
+    """Over NFS, a machine may see what another one writes half a minute later."""
+    one, other = nodes.all
+    lines = [b"%d\n" % step for step in range(40)]
+    for step in range(len(lines)):
+        one.file.write_bytes(b"".join(lines[: step + 1]))
+        await nodes.settle(one, passes=1)
+        other.file.write_bytes(b"".join(lines[: max(step - 5, 0)]))
+        await nodes.settle(other, passes=1)
+    other.file.write_bytes(one.file.read_bytes())
+    await nodes.settle()
+    assert [node.worker.report().rewritten for node in nodes.all] == [{}, {}]
+    assert await nodes.contents() == [b"".join(lines)]
+
+
+async def test_a_view_that_stays_older_is_another_file(nodes: Nodes) -> None:
+    one, other = nodes.all
+    one.file.write_bytes(b"1\n2\n3\n")
+    await nodes.settle(one)
+    other.file.write_bytes(b"1\n2\n")
+    await nodes.settle(other)
+    assert other.worker.report().rewritten == {}
+    await nodes.settle(other, passes=20)
+    assert other.worker.report().rewritten == {NAME: 1}
+    assert sorted(await nodes.contents()) == [b"1\n2\n", b"1\n2\n3\n"]
+
+
 async def test_what_is_not_signed_begins_no_version(nodes: Nodes) -> None:
     one = nodes.all[0]
     one.file.write_bytes(b"1\n2\n")

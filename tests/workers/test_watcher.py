@@ -319,6 +319,28 @@ async def test_a_file_rewritten_in_place_after_adoption_is_a_problem_and_a_new_s
         assert folder.adopted[-1] == (6, 2, 3)
 
 
+async def test_what_was_adopted_again_after_a_deletion_is_compared_with_its_own_files(tmp_path: Path) -> None:
+    async with watched(tmp_path, cold=()) as folder:
+        for first_s in (1e9, 1.1e9):  # the second save is of a training that has begun again
+            path = made_old(save_hf(folder.out, 5, Writer()))
+            for each in [*path.rglob("*"), path]:
+                os.utime(each, (first_s, first_s))
+            await folder.look()
+            assert folder.steps == [5]
+            generation = folder.adopted[0][1]
+            with (path / "optimizer.pt").open("r+b") as file:
+                file.seek(60)
+                file.write(b"!")
+            os.utime(path / "optimizer.pt", (first_s + 1, first_s + 1))
+            await folder.look()
+            assert "something in it was written after it was adopted" in folder.problems[0], folder.adopted
+            assert folder.steps == [5]
+            await folder.rooms.hot.delete(checkpoint_id(RUN, 5, generation))
+            await folder.rooms.list_tiers()
+            shutil.rmtree(path)
+            await folder.look()
+
+
 async def test_what_latest_has_named_is_adopted_although_it_names_a_later_one_now(tmp_path: Path) -> None:
     async with watched(tmp_path, preset="deepspeed") as folder:
         save_deepspeed(folder.out, 1, Writer())

@@ -2,7 +2,8 @@
 
 These files are the run's audit trail, so nothing of them is deleted. When bytes that were copied are gone from a file
 or are different, their copy stays as a version of its own, an alarm reports it, and a new version begins. A program may
-replace a file by deleting it and writing it again, so a change of copied bytes counts only after REWRITTEN_S.
+replace a file by deleting it and writing it again, so a change of copied bytes counts only after REWRITTEN_S. On shared
+storage another daemon may have copied what this machine does not see yet: see OLD_VIEW_S.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -36,6 +37,7 @@ from tierd.transfer.sidecar_copy import (
 )
 from tierd.workers.former_sidecars import FormerSidecars
 from tierd.workers.sidecar_versions import SidecarVersions
+from tierd.workers.watch_findings import SHOWN_MAX, lines
 
 T = TypeVar("T")
 
@@ -44,6 +46,9 @@ log = logging.getLogger("tierd")
 POLL_S = 2.0
 COPY_S = 5.0  # between two copies of one file
 REWRITTEN_S = 3.0  # how long copied bytes must have been different in the file
+# How long a file must have been only the beginning of what a tier has, and have got no longer. An NFS client writes
+# after 30 s what a program has left unsynced, and another one believes a size for 60 s.
+OLD_VIEW_S = 90.0
 CHECK_S = 600.0  # how often a file that has not changed is compared with the tiers
 KEPT_OPEN_S = 60.0  # how long a file that does not change stays open
 COST_SHARE = 20  # reading a file takes at most a twentieth of the time
@@ -125,7 +130,7 @@ class SidecarFollower:
             gone = [name for name, each in lost if each.open_file is not None]
             self._let_go(found, now_s)
             if due or gone or now_s - self._compared_s >= CHECK_S:
-                await self._copy(due, gone)
+                await self._copy(due, gone, found.keys())
         self._record()
         self._context.metrics.sidecar_lag_seconds.labels(self._run).set(round(self._behind_s(), 3))
         self._passed_s = now_s
@@ -151,7 +156,7 @@ class SidecarFollower:
             size_bytes=sum(file.size_bytes for file in self._files.values()),
             behind_s=round(self._behind_s(), 1),
             rewritten=dict(sorted(self._rewritten.items())),
-            problems=[printable(str(error)) for error in self._problems.values()],
+            problems=lines([str(error) for error in self._problems.values()]),
         )
 
     # ── one pass ──
@@ -161,10 +166,10 @@ class SidecarFollower:
         found: dict[str, tuple[int, ...]] = {}
         for name in followed_files(self._path, self._context.config.sidecars.keep):
             if not is_file_name(name):
-                hint = "rename it: letters, digits, '.', '_' and '-', at most 120 of them"
-                self._problems[name] = BadRequest(
-                    f"copy {self._path / name}: the name cannot be part of a key", hint=hint
-                )
+                if len(self._problems) < SHOWN_MAX:
+                    hint = "rename it: letters, digits, '.', '_' and '-', at most 120 of them"
+                    what = f"copy {self._path / name}: the name cannot be part of a key"
+                    self._problems[name] = BadRequest(what, hint=hint)
             elif len(found) == FILES_MAX:
                 hint = "name fewer files in sidecars.keep; the first ones by name are copied"
                 self._problems[""] = BadRequest(f"copy from {self._path}: more than {FILES_MAX} files", hint=hint)
@@ -189,8 +194,8 @@ class SidecarFollower:
             if key == followed.key and now_s - followed.checked_s >= KEPT_OPEN_S:
                 followed.hold(None)
 
-    async def _copy(self, names: list[str], gone: list[str]) -> None:
-        """Copy these files. `gone`: the files that were deleted or renamed since they were read."""
+    async def _copy(self, names: list[str], gone: list[str], there: Collection[str]) -> None:
+        """Copy these files of those that are `there`. `gone`: which were deleted or renamed since they were read."""
         stored = await self._list()
         if not stored:
             return
@@ -213,7 +218,7 @@ class SidecarFollower:
             pause_s = POLL_S if followed.differs_since_s is not None else max(COPY_S, COST_SHARE * followed.read_s)
             followed.not_before_s = self._context.monotonic_s() + pause_s
         if stored.keys() != self._compared or self._context.monotonic_s() - self._compared_s >= CHECK_S:
-            await self._complete(stored)
+            await self._complete(stored, there)
 
     async def _list(self) -> dict[str, list[Segment]]:
         """The segments of the run in each tier that answers."""
@@ -268,7 +273,9 @@ class SidecarFollower:
             differing = [end for end, digest in beginnings if end and not state.begins_with(end, digest)]
             is_shared = not differing and await self._versions.is_shared(of_version, state)
             if differing or is_shared:
-                if not self._differs_for_long(followed):
+                is_seen = followed.stored_bytes in differing  # by this daemon, in the file
+                is_old_view = not is_seen and await self._versions.is_beginning(of_version, state)
+                if not self._differs_for_long(followed, state, is_old_view=is_old_view):
                     return open_file.close()
                 if differing and not await self._copy_rest(name, followed, stored):
                     return open_file.close()
@@ -322,11 +329,13 @@ class SidecarFollower:
         copy = SidecarCopy(self._pool, self._context.tiers[tier], self._run, name, followed.version, segments)
         return await self._try(tier, lambda: copy.run(state))
 
-    async def _complete(self, stored: dict[str, list[Segment]]) -> None:
+    async def _complete(self, stored: dict[str, list[Segment]], there: Collection[str]) -> None:
         """Copy what one tier has of what is not followed any more to the cold tiers that lack it. The former versions
         of a file wait until its present one is listed, which may begin with their content."""
         known = {tier: {(each.file, each.version) for each in segments} for tier, segments in stored.items()}
         cold = [known[tier] for tier in known.keys() & self._context.cold.keys()]
+        for name in [name for name, each in self._files.items() if name not in there and each.open_file is None]:
+            del self._files[name]
         followed = {
             name: each.version if not each.size_bytes or all((name, each.version) in there for there in cold) else 0
             for name, each in self._files.items()
@@ -336,12 +345,14 @@ class SidecarFollower:
         self._compared = frozenset(stored) if all(followed.values()) else frozenset()
         self._compared_s = self._context.monotonic_s()
 
-    def _differs_for_long(self, followed: _Followed) -> bool:
-        """Whether the file has differed from its stored bytes for REWRITTEN_S."""
+    def _differs_for_long(self, followed: _Followed, state: FileState, *, is_old_view: bool) -> bool:
+        """Whether the file has differed from its stored bytes for REWRITTEN_S, or may be an old view for OLD_VIEW_S."""
         now_s = self._context.monotonic_s()
-        if followed.differs_since_s is None:
+        if followed.differs_since_s is None or (is_old_view and state.size > followed.size_bytes):
             followed.differs_since_s = now_s
-        return now_s - followed.differs_since_s >= REWRITTEN_S
+        if is_old_view:
+            followed.size_bytes, followed.changed_s = state.size, None  # the tier has all of it
+        return now_s - followed.differs_since_s >= (OLD_VIEW_S if is_old_view else REWRITTEN_S)
 
     def _report(self, name: str, former: int, version: int, state: FileState, stored_bytes: int | None) -> None:
         """Raise the alarm. `stored_bytes`: how much of the former content was known to be in a tier; None where that is

@@ -10,8 +10,8 @@ import random
 from collections.abc import Mapping, Sequence
 
 from tierd.context import DaemonContext
-from tierd.errors import Corrupt, Foreign, NotFound
-from tierd.format.sidecar import Segment
+from tierd.errors import Corrupt, Foreign, NotFound, TierdError
+from tierd.format.sidecar import Segment, chain
 from tierd.transfer.sidecar_copy import FileState, of_other_files
 from tierd.transfer.sidecar_output import read_segment
 
@@ -31,6 +31,28 @@ class SidecarVersions:
                 if self._context.tiers[name].keyring is None or await self._is_signed(name, each):
                     return True
         return False
+
+    async def is_beginning(self, of_version: Mapping[str, Sequence[Segment]], state: FileState) -> bool:
+        """Whether the tiers with other segments have all of the file, and more: it may be an old view of it, on storage
+        that machines share. What cannot be read now does not speak against it."""
+        for name, segments in of_version.items():
+            others = of_other_files(segments, state)
+            last = next((each for each in chain(segments) if each.end > state.settled and not each.is_tail), None)
+            if not others:
+                continue
+            if last is None or min(each.end for each in others) <= state.settled:
+                return False
+            try:
+                _, content, _ = await read_segment(self._context.tiers[name], last)
+            except (Corrupt, Foreign):
+                return False
+            except TierdError:
+                continue
+            digest = state.hashes[last.begin].copy()
+            digest.update(content[: state.settled - last.begin])
+            if digest.hexdigest() != state.digest(state.settled):
+                return False
+        return True
 
     async def _is_signed(self, tier: str, segment: Segment) -> bool:
         if segment.key in self._unsigned:

@@ -17,6 +17,7 @@ from tierd.errors import NotFound, TierdError, Transient
 from tierd.format.adopted import AdoptedTree, merged, nodes_of
 from tierd.format.ids import CheckpointId, check_run
 from tierd.format.layout import parse_key
+from tierd.format.manifest import Manifest
 from tierd.transfer.adoption import is_same_tree, read_tree
 from tierd.transfer.source_tree import SourceTree
 
@@ -32,7 +33,7 @@ class StoredCheckpoints:
         self._context, self._run, self._path = context, check_run(watch.run), watch.path
         self._node = watch.node if watch.nodes > 1 else None
         self._apart = timedelta(seconds=apart_s)
-        self._trees: dict[CheckpointId, AdoptedTree] = {}
+        self._trees: dict[CheckpointId, tuple[Manifest, AdoptedTree]] = {}
         self._newest = -1, ""  # as of how many changes of the catalog
 
     def entries(self) -> list[Entry]:
@@ -65,16 +66,19 @@ class StoredCheckpoints:
 
     async def tree(self, entry: Entry) -> AdoptedTree:
         """Raises as `read_tree`, but Transient where the entry has just been deleted."""
-        if entry.id not in self._trees:
-            tier = next(tier for name, tier in self._context.tiers.items() if name in entry.tiers)
+        tier = next(tier for name, tier in self._context.tiers.items() if name in entry.tiers)
+        manifest = entry.held(tier.name)
+        known, tree = self._trees.get(entry.id, (None, None))
+        if tree is None or known != manifest:  # the step may have been deleted, and adopted again
             try:
-                tree = await read_tree(tier, entry.held(tier.name), self._node_of(entry))
+                tree = await read_tree(tier, manifest, self._node_of(entry))
             except NotFound as error:
                 raise Transient(f"watch {self._path}: {error.message}", hint="it is read again") from error
+            self._trees.pop(entry.id, None)
             if len(self._trees) >= TREES_MAX:
                 del self._trees[next(iter(self._trees))]
-            self._trees[entry.id] = tree
-        return self._trees[entry.id]
+            self._trees[entry.id] = manifest, tree
+        return tree
 
     async def is_same(self, entry: Entry, tree: SourceTree) -> bool:
         """Whether the entry was adopted from this tree, or this is what `tierd restore` makes of the parts of all
