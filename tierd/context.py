@@ -159,7 +159,7 @@ class DaemonContext:
         if run in self.watched_nodes:
             return self.watched_nodes[run] == 0
         parts = self.catalog.parts(run)  # newest first
-        return not parts or 0 in parts[0].ranks
+        return not parts or (0 in parts[0].ranks and not self.is_continued_elsewhere(run, parts[0].generation))
 
     def is_continued_elsewhere(self, run: Run, generation: int) -> bool:
         """Whether another node has claimed a newer generation of the run."""

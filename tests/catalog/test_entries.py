@@ -161,8 +161,11 @@ def check(catalog: Catalog) -> None:
         assert catalog.parts(run) == [entry.part for entry in parts]
         assert catalog.newest_part(run) == next((each.part for each in parts if each.healthy is not False), None)
         healthy = [entry for entry in of_run if entry.healthy is not False]
-        known = {tier for tier in TIERS[1:] if catalog.tiers[tier].is_known}
-        assert catalog.newest_in_cold(run) == next((each.id for each in healthy if each.tiers & known), None)
+        listed = {tier for tier in TIERS[1:] if catalog.tiers[tier].is_known}
+        known = {tier for tier in listed if run not in {each.run for each in catalog.tiers[tier].unreadable}}
+        assert catalog.known_cold(run) == known
+        trusted = [each for each in healthy if each.tiers & known and each.id not in catalog.doubts()]
+        assert catalog.newest_in_cold(run) == next((each.id for each in trusted), None)
         for tier in TIERS:
             whole = (each.manifest for each in healthy if tier in each.tiers and not each.is_part_in(tier))
             assert catalog.newest(run, tier) == next(whole, None)

@@ -90,6 +90,7 @@ def test_clock_of_the_partner_that_is_wrong_is_named(tmp_path: Path) -> None:
             (refusal(1.0), "ahead of the one here"),
             (refusal(-1.0), "behind the one here"),
             (b"HTTP/1.1 401 Unauthorized\r\nDate: yesterday\r\n\r\n", ""),
+            (b"HTTP/1.1 401 Unauthorized\r\nDate: Mon, 01 Jan 2026 00:00:00 +" + b"9" * 20 + b"\r\n\r\n", ""),
             (b"\0" * 100, ""),
             (b"", ""),
         ):

@@ -519,7 +519,10 @@ def test_other_nodes_use_the_address_that_is_advertised(tmp_path: Path, listen: 
     assert loaded(tmp_path, text).peers_host == host
 
 
-@pytest.mark.parametrize(("key", "wrong"), [("listen", "9465"), ("listen", "host:70000"), ("advertise", "gpu-7:9465")])
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [("listen", "9465"), ("listen", "host:70000"), ("advertise", "gpu-7:9465"), ("advertise", "gpu-7..rack")],
+)
 def test_wrong_address_for_other_nodes_is_refused(tmp_path: Path, key: str, wrong: str) -> None:
     assert f"peers.{key} is '{wrong}', expected" in refusal(tmp_path, f'[peers]\n{key} = "{wrong}"')
 

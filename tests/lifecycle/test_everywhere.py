@@ -39,9 +39,9 @@ def test_what_all_nodes_of_an_earlier_start_had_does_not_count_once_cold_has_one
 
 
 def test_hot_that_is_full_gives_up_only_what_cold_replaces() -> None:
-    assert steps(everywhere=at(4), is_full=True) == [4, 5, 6]
-    assert steps(everywhere=at(4), newest_in_cold=at(5), is_full=True) == [6]
-    assert steps(newest_in_cold=at(3), is_full=True) == [4, 5, 6]
+    assert steps(everywhere=at(4), is_cold_enough=True) == [4, 5, 6]
+    assert steps(everywhere=at(4), newest_in_cold=at(5), is_cold_enough=True) == [6]
+    assert steps(newest_in_cold=at(3), is_cold_enough=True) == [4, 5, 6]
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=2, max_size=4), st.integers(1, 3))

@@ -99,7 +99,7 @@ RESTORABLE = "what is safe on every node can not be restored"
 
 MUTATIONS: dict[str, tuple[object, str, object, set[str]]] = {
     "copies are deleted at once": (PartCopier, "_needed", nothing_is_needed, {NEEDED}),
-    "parts go by the policy alone": ("tierd.catalog.decisions", "_needed_parts", nothing_is_needed, {NEEDED}),
+    "parts go by the policy alone": ("tierd.catalog.part_decisions", "parts_needed", nothing_is_needed, {NEEDED}),
     "what was not copied is announced": (PartCopier, "_copy", announce_only, {RESTORABLE}),
     "a copy has no shards": (Fetch, "finish", finish_nothing, {"a node file without whole files"}),
     "a copy lacks a shard": (PartCopies, "commit", commit_first, {"a node file without whole files"}),

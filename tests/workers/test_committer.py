@@ -625,6 +625,11 @@ async def test_before_a_commit_home_learns_of_a_newer_start_on_other_nodes(nodes
     assert [message for message in home.rooms.sent if isinstance(message, wire.Fenced)] == [wire.Fenced(generation=2)]
     assert home.rooms.count("tierd_fenced_total") == 1
     assert not home.rooms.context.is_home(RUN)
+    for rank in home.ranks:  # nor when its trainers have ended, and its memory is given back
+        home.rooms.memory.leave(RUN, Rank(rank), now_s=0.0)
+    home.rooms.memory.forget_departed(now_s=1e12, grace_s=0.0)
+    assert RUN not in home.rooms.memory.runs()
+    assert not home.rooms.context.is_home(RUN)
 
 
 async def test_a_generation_that_was_claimed_here_and_never_began_does_not_end_the_office_of_home(nodes: Nodes) -> None:

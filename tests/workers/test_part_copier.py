@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -37,6 +38,7 @@ from tierd.transfer.verify import verify_files
 from tierd.workers import hot_space
 from tierd.workers.copy_scrubber import CopyScrubber
 from tierd.workers.hot_space import MARGIN_BYTES
+from tierd.workers.left_runs import RESTART_S, LeftRuns
 from tierd.workers.part_copier import COPIED_MAX, IDLE_S, POLL_MIN_S, PartCopier
 from tierd.workers.restorer import Restorer
 
@@ -70,7 +72,9 @@ class TwoNodes:
 
     async def newer_in_cold(self) -> None:
         """Step 7 is whole in cold."""
-        self.here.catalog.add(await self.here.commit("cold", step=7), "cold")
+        manifest = self.here.context.signed(await self.here.commit("cold", step=7))
+        (self.here.folder("cold", manifest.id) / layout.MANIFEST).write_bytes(manifest.encode())
+        self.here.catalog.add(manifest, "cold")
 
     def size(self, rooms: Rooms) -> int:
         """In bytes, of its part of step 5."""
@@ -277,11 +281,39 @@ async def test_run_without_trainers_keeps_its_copies_for_a_week(two: TwoNodes, d
         for rank in rooms.memory.present(RUN):
             rooms.memory.leave(RUN, rank, now_s=0.0)
         rooms.memory.forget_departed(now_s=1e12, grace_s=0.0)
-    two.here.context = replace(two.here.context, now=lambda: datetime.fromisoformat(CREATED) + timedelta(days=days))
+    now = datetime.now(UTC) + timedelta(days=days)  # the files are of today
+    two.here.context = replace(two.here.context, now=lambda: now, part_copies=two.copies)
+    left_runs = LeftRuns(two.here.context)
+    left_runs._started_s -= RESTART_S
+    await left_runs.look()
     copier = PartCopier(two.here.context, two.copies)
     await copier.run_once()
     assert two.steps == left
     assert RUN not in two.here.context.partners
+
+
+async def test_copies_of_a_run_that_has_left_stay_if_cold_has_lost_the_newer_one(two: TwoNodes) -> None:
+    await two.both(6)
+    await two.copier.run_once()
+    await two.newer_in_cold()
+    for rank in two.here.memory.present(RUN):
+        two.here.memory.leave(RUN, rank, now_s=0.0)
+    two.here.memory.forget_departed(now_s=1e12, grace_s=0.0)
+    two.here.catalog.left = {RUN: datetime.now(UTC)}
+    shutil.rmtree(two.here.folder("cold", id_of(7)))
+    await two.copier.run_once()
+    assert two.steps == [6]
+    assert ("relist", "cold") in two.here.events
+
+
+async def test_copies_stay_when_the_trainers_come_back_before_they_are_deleted(two: TwoNodes) -> None:
+    await two.both(6)
+    await two.copier.run_once()
+    await two.newer_in_cold()
+    two.here.catalog.saw_everywhere(id_of(6))
+    two.here.catalog.left = {RUN: datetime.now(UTC)}  # of the reaper's last pass; the trainers are here
+    await two.copier.run_once()
+    assert two.steps == [6]
 
 
 async def test_partner_that_is_three_snapshots_behind_is_copied(two: TwoNodes) -> None:

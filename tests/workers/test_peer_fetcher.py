@@ -19,6 +19,7 @@ from tierd.format.bitmap import pack_indexes
 from tierd.format.ids import CheckpointId, Rank, checkpoint_id
 from tierd.format.peers import PeerAddress
 from tierd.tiers import peer_store
+from tierd.workers.peer_fetcher import check_address
 from tierd.workers.restorer import Restorer
 
 NODE = wire.NodeRanks(ranks=[1, 2], lowest=[0, 1], claim="ab" * 16, base=4)
@@ -151,3 +152,17 @@ async def test_wrong_token_and_a_node_that_has_gone_are_unreachable(two: TwoNode
 async def test_request_that_breaks_the_rules_is_refused(two: TwoNodes, fields: dict[str, object]) -> None:
     with pytest.raises(BadRequest):
         await two.bring({LONG: [0]}, **fields)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["node:0", "node:65536", "node:" + "9" * 5000, "node:١٢", "rack..node:9465", "n" * 64 + ".rack:9465", "node", ":9"],
+)
+def test_an_address_to_which_nobody_can_connect_is_refused(address: str) -> None:
+    with pytest.raises(BadRequest, match="not host:port"):
+        check_address(PeerAddress(address=address, token="ab"))
+
+
+@pytest.mark.parametrize("address", ["node:1", "gpu_7.rack-2.example:65535", "10.0.0.7:9465", "[::1]:9465"])
+def test_an_address_of_a_node_is_taken(address: str) -> None:
+    check_address(PeerAddress(address=address, token="ab"))

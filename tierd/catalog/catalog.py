@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from datetime import datetime
 from types import MappingProxyType
 
 from tierd.catalog.claims import Claims
@@ -32,6 +33,7 @@ class Catalog(Contents):
         self._copying: dict[str, CheckpointId] = {}  # by tier
         self._copying_unknown: set[str] = set()  # tiers
         self.everywhere: dict[Run, CheckpointId] = {}  # the newest that every node of the run has persisted
+        self.left: dict[Run, datetime] = {}  # the runs over several nodes that have left this one, and since when
         self.awaited: dict[str, dict[Run, tuple[CheckpointId, list[int]]]] = {}
         """By tier and run: the oldest checkpoint that waits for parts of other nodes, and the ranks of these parts."""
         self.everywhere_created: dict[Run, str] = {}  # its `created_at`, as far as it is known
@@ -76,8 +78,7 @@ class Catalog(Contents):
 
     def forget_missing(self, tier: str, kept: Collection[CheckpointId]) -> None:
         """Keep only these of the missing replicas."""
-        missing = self.tiers[tier].missing
-        self.tiers[tier].missing = {checkpoint: missing[checkpoint] for checkpoint in missing if checkpoint in kept}
+        self.tiers[tier].missing = {c: view for c, view in self.tiers[tier].missing.items() if c in kept}
 
     def damaged(self, checkpoint: CheckpointId, tier: str, why: str) -> None:
         """The replica in `tier` counts as unreadable until it is repaired or deleted."""
@@ -297,10 +298,15 @@ class Catalog(Contents):
         return sorted({*self._entries.runs(), *self._generations})
 
     def newest_in_cold(self, run: Run) -> CheckpointId | None:
-        """The newest in any cold tier that is known now; not one that is known to be unhealthy."""
-        cold = {name for name, knowledge in self.tiers.items() if name != HOT and knowledge.is_known}
+        """The newest in any cold tier that is known for this run now; not one that is unhealthy or in doubt."""
+        cold = self.known_cold(run)
         in_cold = (entry for entry in reversed(self._entries.of_run(run)) if not cold.isdisjoint(entry.tiers))
-        return next((entry.id for entry in in_cold if entry.view.healthy is not False), None)
+        return next((e.id for e in in_cold if e.view.healthy is not False and e.id not in self.doubts()), None)
+
+    def known_cold(self, run: Run) -> set[str]:
+        """The cold tiers of which it is known now what they have of the run."""
+        known = ((name, each.unreadable) for name, each in self.tiers.items() if name != HOT and each.is_known)
+        return {name for name, unreadable in known if all(checkpoint.run != run for checkpoint in unreadable)}
 
     def absent(self, tier: str, committed: Collection[CheckpointId], *, since: int) -> list[CheckpointId]:
         """The replicas, newest first, that are not in `committed` and have not changed since `changes` was `since`."""

@@ -14,12 +14,12 @@ from functools import partial
 from itertools import islice
 
 from tierd.catalog.catalog import Catalog
+from tierd.catalog.part_decisions import parts_needed, with_parts
 from tierd.config.sections import Config, TierPolicy
 from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.format.layout import manifest_key
 from tierd.lifecycle import policy
 from tierd.lifecycle.backlog import give_up
-from tierd.lifecycle.everywhere import needed_parts
 from tierd.lifecycle.forecast import Forecast, RunInTier, forecast, rules_by_tier
 from tierd.lifecycle.policy import Action, Decision
 from tierd.lifecycle.pressure import ROOM_CHECKPOINTS, hot_deletions_for
@@ -79,8 +79,7 @@ def decisions(
     decided = _explained(catalog, config, runs, copying, unreadable, with_kept=with_kept, only=only)
     shared = {c.run: why for (_, c), why in catalog.shared_generations().items()}
     decided = _with_halts(decided, shared)
-    needed = _needed_parts(catalog, is_hot_full=is_hot_full)
-    decided = [_needed(decision) if decision.checkpoint in needed else decision for decision in decided]
+    decided = with_parts(catalog, decided, is_hot_full=is_hot_full, only=only)
     left = config.left_to_reap
     decided = [_left_to_reap(decision) if decision.tier in left else decision for decision in decided]
     return decided if with_kept else [decision for decision in decided if decision.action is not Action.KEEP]
@@ -148,31 +147,6 @@ def _halted(decision: Decision, why: str) -> Decision:
     if decision.action not in (Action.EVICT, Action.EXPIRE):
         return decision
     return replace(decision, action=Action.KEEP, reason=f"deletion is halted: {why}")
-
-
-def _needed_parts(catalog: Catalog, *, is_hot_full: bool) -> set[CheckpointId]:
-    """The parts in hot that a restart over several nodes may need."""
-    parts: dict[Run, list[CheckpointId]] = defaultdict(list)
-    for checkpoint, entry in catalog.in_tier(HOT).items():
-        # Nothing is restored from adopted parts before their commit.
-        if entry.part is not None and not entry.part.is_adopted:
-            parts[checkpoint.run].append(checkpoint)
-    return {
-        checkpoint
-        for run, of_run in parts.items()
-        for checkpoint in needed_parts(
-            of_run,
-            everywhere=catalog.everywhere.get(run),
-            newest_in_cold=catalog.newest_in_cold(run),
-            is_full=is_hot_full,
-        )
-    }
-
-
-def _needed(decision: Decision) -> Decision:
-    if decision.tier != HOT or decision.action not in (Action.EVICT, Action.EXPIRE):
-        return decision
-    return replace(decision, action=Action.KEEP, reason="no newer one is known to be durable on every node")
 
 
 def _left_to_reap(decision: Decision) -> Decision:
@@ -353,7 +327,7 @@ def to_give_up(catalog: Catalog, config: Config, free_bytes: int | None) -> list
         for decision in decisions(catalog, config, with_kept=False)
         if decision.action in (Action.REPLICATE, Action.WAIT) and decision.checkpoint not in copying
     }
-    waits -= _needed_parts(catalog, is_hot_full=True)
+    waits -= parts_needed(catalog, is_hot_full=True)
     unreadable = _unreadable_runs(catalog, HOT)
     waiting: list[policy.CheckpointView] = []
     for run, views in policy.by_run(view for view in catalog.views() if HOT in view.tiers):

@@ -134,7 +134,8 @@ async def _contact(address: str, fingerprint: str) -> _Contact:
 
 async def _clock_ahead_s(address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float | None:
     """From the Date of the answer to a request without a token, which is refused."""
-    with suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+    wrong = (ValueError, OverflowError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
+    with suppress(OSError, TimeoutError, *wrong):
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             writer.write(f"GET /parts/v1/ HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")

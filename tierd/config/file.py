@@ -274,7 +274,7 @@ def is_host(text: str) -> bool:
     try:
         ipaddress.ip_address(text)
     except ValueError:
-        return _HOST_NAME.fullmatch(text.lower()) is not None
+        return _HOST_NAME.fullmatch(text.lower()) is not None and all(0 < len(one) < 64 for one in text.split("."))
     return True
 
 

@@ -238,6 +238,8 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     slots_gib_max: Number = 0.0  # memory of all slots of one user; 0: the memory of this machine
     empty_runs_max: PositiveCount = 1000  # runs that one user has started within a day and that have no checkpoint
     empty_run_grace_s: Number = 604800.0  # then the claims of a run without a checkpoint are deleted; 0: never
+    # how long hot keeps parts of a run over several nodes that has no trainer here and is as new in cold; 0: for ever
+    left_run_grace_s: Number = 604800.0
     manifest_mib_max: Annotated[int, msgspec.Meta(ge=1, le=MANIFEST_BYTES_MAX >> 20)] = 16  # a larger one is not read
     manifests_mib_max: PositiveCount = 128  # all known manifests together; the largest beyond it are not read
     reconcile_interval_s: Positive = 10.0  # how often the lifecycle is planned again without a reason to wake it

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from datetime import timedelta
 
 from tierd.context import DaemonContext, Partner
 from tierd.errors import Corrupt, Full, NotFound, TierdError
@@ -23,6 +22,7 @@ from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.peer_store import PeerStore
 from tierd.tiers.readable_tier import ReadableTier
 from tierd.transfer.fetch import Fetch
+from tierd.workers.fresh_replica import is_newest_there
 from tierd.workers.hot_space import HotSpace, no_room
 
 log = logging.getLogger("tierd")
@@ -33,7 +33,6 @@ TURN_S = 120.0  # where several runs have partners; then the copy of the next ru
 IDLE_S = 10.0  # where every part has its copy
 COPIED_MAX = 2  # of the newest checkpoints: older ones are not begun
 ASKED_MAX = 8  # checkpoints for which a slower node is asked, if it has persisted none of the newest yet
-LEFT_AFTER = timedelta(days=7)  # then copies of a run without trainers here go, if cold has a checkpoint as new
 
 
 class PartCopier:
@@ -98,10 +97,10 @@ class PartCopier:
                 if await self._delete(checkpoint, only_begun=True):
                     freed_bytes += size_bytes
         for run in self._copies.runs():
-            needed = self._needed(run, is_full=True)
-            for checkpoint, size_bytes in reversed(self._copies.sizes(run).items()):
-                if freed_bytes < need_bytes and checkpoint not in needed and await self._delete(checkpoint):
-                    freed_bytes += size_bytes
+            sizes = self._copies.sizes(run)
+            for checkpoint in reversed(await self._not_needed(run, is_full=True)):
+                if freed_bytes < need_bytes and await self._delete(checkpoint):
+                    freed_bytes += sizes[checkpoint]
         return freed_bytes
 
     def lag_s(self, run: Run) -> float | None:
@@ -182,8 +181,7 @@ class PartCopier:
         }
         old = [each for each in self._begun if each not in wanted]
         for run in self._copies.runs():
-            needed = self._needed(run, is_full=self._is_left(run))
-            old += [checkpoint for checkpoint in self._copies.sizes(run) if checkpoint not in needed]
+            old += await self._not_needed(run, is_full=False)
         return all([await self._delete(checkpoint) for checkpoint in old])
 
     async def _delete(self, checkpoint: CheckpointId, *, only_begun: bool = False) -> bool:
@@ -201,18 +199,30 @@ class PartCopier:
         self._context.notify.space_freed()
         return True
 
-    def _needed(self, run: Run, *, is_full: bool) -> set[CheckpointId]:
-        """The copies that a restart may need: those of the checkpoints whose parts it may need."""
+    async def _not_needed(self, run: Run, *, is_full: bool) -> list[CheckpointId]:
+        """The copies that no restart may need, newest first. If that rests on a checkpoint in cold, cold has it now."""
+        without_cold = self._needed(run, None)
+        needed = self._needed_least(run, is_full=is_full)
+        if newest := next((copy for copy in self._copies.sizes(run) if copy in without_cold - needed), None):
+            action, failed_tiers = f"delete the copy of {newest}", set[str]()
+            is_there = await is_newest_there(self._context, run, newest, failed_tiers, action=action, worker=self.name)
+            # Trainers may have come back, or a newer checkpoint may be known to be durable on every node.
+            needed = self._needed_least(run, is_full=is_full) if is_there else self._needed(run, None)
+        return [copy for copy in self._copies.sizes(run) if copy not in needed]
+
+    def _needed_least(self, run: Run, *, is_full: bool) -> set[CheckpointId]:
+        """As `_needed`, given what cold has."""
         catalog = self._context.catalog
+        has_left = run in catalog.left and run not in self._context.memory.runs()
+        return self._needed(run, catalog.newest_in_cold(run), is_cold_enough=is_full or has_left)
+
+    def _needed(
+        self, run: Run, newest_in_cold: CheckpointId | None, *, is_cold_enough: bool = False
+    ) -> set[CheckpointId]:
+        """The copies that a restart may need: those of the checkpoints whose parts it may need."""
         return needed_parts(
             list(self._copies.sizes(run)),
-            everywhere=catalog.everywhere.get(run),
-            newest_in_cold=catalog.newest_in_cold(run),
-            is_full=is_full,
+            everywhere=self._context.catalog.everywhere.get(run),
+            newest_in_cold=newest_in_cold,
+            is_cold_enough=is_cold_enough,
         )
-
-    def _is_left(self, run: Run) -> bool:
-        """Whether no trainer of the run was here for a long time."""
-        created = [part.created for part in self._copies.of_run(run)]
-        is_old = all(time is not None and self._context.now() - time > LEFT_AFTER for time in created)
-        return is_old and run not in self._context.memory.runs()

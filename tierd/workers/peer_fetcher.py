@@ -147,5 +147,6 @@ def check_address(peer: PeerAddress) -> None:
     """Raises BadRequest unless a request to this address asks for nothing but a part."""
     host, _, port = peer.address.rpartition(":")
     is_pinned = _FINGERPRINT.fullmatch(peer.fingerprint) is not None
-    if not is_host(host.strip("[]")) or not port.isdecimal() or not peer.token.isalnum() or not is_pinned:
+    is_port = re.fullmatch("[0-9]{1,5}", port) is not None and 0 < int(port) < 1 << 16
+    if not is_host(host.strip("[]")) or not is_port or not peer.token.isalnum() or not is_pinned:
         raise BadRequest(f"read from the node at {peer.address[:80]!r}: not host:port, no token, or no fingerprint")

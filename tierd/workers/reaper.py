@@ -23,21 +23,23 @@ from tierd.catalog.decisions import (
 )
 from tierd.catalog.entry import Entry
 from tierd.catalog.listing import files_of, refresh_run
+from tierd.catalog.part_decisions import rests_on_cold
 from tierd.context import DaemonContext
 from tierd.copies import Reason
-from tierd.errors import Corrupt, GivenUp, NotFound, Retained, TierdError
+from tierd.errors import GivenUp, NotFound, Retained, TierdError
 from tierd.failpoints import failpoint
 from tierd.format import audit, layout
 from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.lifecycle.policy import Action, Decision
 from tierd.tiers.tier import Tier
+from tierd.workers.fresh_replica import is_newest_there, whole_files
 from tierd.workers.hot_space import MakeRoom, no_room
+from tierd.workers.left_runs import LeftRuns
 from tierd.workers.recovery import clear_uncommitted
 from tierd.workers.retentions import Retentions
 
 log = logging.getLogger("tierd")
 
-_HINT = "this replica stays, and the scrub or `tierd verify --repair` repairs the other one"
 _GIVEN_UP_HINT = "copies are slower than the checkpoints that are kept; see docs/RUNBOOK.md#copies-given-up"
 
 
@@ -67,6 +69,7 @@ class Reaper:
         self._catalog = context.catalog
         self._done_at = -1  # the catalog's changes at the end of the last pass that left nothing to do
         self._retentions = Retentions()
+        self._left_runs = LeftRuns(context)
         self._selected: dict[CheckpointId, set[str]] = {}  # of each in hot: the tiers that should get it
 
     async def run_once(self) -> bool:
@@ -77,6 +80,7 @@ class Reaper:
             self._context.notify.run_forgotten(run)
             log.info("gave back the memory of %s: its trainers left %.0f s ago", run, grace_s)
         failed_tiers: set[str] = set()
+        await self._left_runs.look()
         if self._catalog.changes != self._done_at or self._context.monotonic_s() >= self._retentions.due_s:
             self._retentions.forget_due(now_s=self._context.monotonic_s())
             self._listed.clear()
@@ -307,6 +311,7 @@ class Reaper:
     ) -> bool:
         """Whether the plan still has this deletion, after listings that may have taken minutes. `names`: of the
         checkpoint's files in the tier; a marker that another machine has written there enters the catalog."""
+        self._left_runs.forget_present()
         entry = self._catalog.get(action.checkpoint)
         is_committed = layout.MANIFEST in names and layout.GONE not in names
         is_there = is_committed or (action.tier == HOT and layout.node_files(names))
@@ -348,7 +353,7 @@ class Reaper:
     async def _is_elsewhere(self, action: Decision, failed_tiers: set[str]) -> bool:
         """last_replica: the listing of a tier may be minutes old, so before a replica is deleted, each other tier that
         has the checkpoint in the catalog is listed again, and must have every file with its size. A cold tier that has
-        lost the checkpoint gets it again from hot."""
+        lost the checkpoint gets it again from hot. So is a newer checkpoint because of which a part goes."""
         entry = self._catalog.get(action.checkpoint)
         if entry is None:
             return False
@@ -359,33 +364,17 @@ class Reaper:
                 continue  # the plan did not count a part
             if not self._catalog.tiers[name].is_known:
                 continue  # nor a replica in a tier that is not known
-            try:
-                files = await files_of(self._context.tiers[name], action.checkpoint)
-            except TierdError as error:
-                self._catalog.listing_failed(name, str(error))
-                self._context.notify.relist(name)
-                failed_tiers.add(name)
-                return False
-            if layout.MANIFEST not in files or layout.GONE in files:
-                self._catalog.disappeared(action.checkpoint, name)
-                self._context.notify.relist(name)  # then its loss is reported
-                return False
-            if why := entry.manifest.missing_file(files) or await self._forged(entry, name):
-                error = Corrupt(f"evict {action.checkpoint} from {action.tier}: in {name}, {why}", hint=_HINT)
-                self._context.incidents.record(self.name, error, action.checkpoint)
-                self._context.notify.relist(name)  # then it counts as unreadable, until it is repaired
+            on_behalf = f"evict {action.checkpoint} from {action.tier}"
+            files = await whole_files(self._context, entry, name, failed_tiers, action=on_behalf, worker=self.name)
+            if files is None:
                 return False
             marked |= layout.marks_of(files)
             is_listed = True
         # Without the marker, which the replicator copies, the other tier would expire the checkpoint.
-        return not is_listed or entry.counted_marks & entry.milestones.get(action.tier, frozenset()) <= marked
-
-    async def _forged(self, entry: Entry, tier: str) -> str:
-        """Why the manifest in `tier` is not the signed one of the catalog: it may have been replaced since the listing.
-        Empty if it is, or without a key."""
-        if self._context.keyring is not None:
-            try:
-                await self._context.tiers[tier].manifest_bytes(entry.manifest)
-            except TierdError as error:
-                return error.message
-        return ""
+        if is_listed and not entry.counted_marks & entry.milestones.get(action.tier, frozenset()) <= marked:
+            return False
+        if action.tier != HOT or not rests_on_cold(self._catalog, action.checkpoint):
+            return True
+        rests_on = f"delete the part of {action.checkpoint} in hot"
+        of_run = self._context, action.checkpoint.run, action.checkpoint
+        return await is_newest_there(*of_run, failed_tiers, action=rests_on, worker=self.name)
