@@ -219,16 +219,19 @@ def test_a_pivot_that_is_killed_at_requests_to_a_bucket_loses_nothing_and_is_com
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_pivot_that_is_killed_at_each_step_loses_nothing_and_is_completed(trials: Trials) -> None:
     assert trials.at_each_step() >= 30
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_pivot_that_is_killed_at_each_failpoint_loses_nothing_and_is_completed(trials: Trials) -> None:
     assert trials.at_each_failpoint(FAILPOINTS) >= 30
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_pivot_that_is_killed_at_each_request_to_a_bucket_loses_nothing_and_is_completed(
     bucket: Bucket, trials: Trials
 ) -> None:
