@@ -78,7 +78,7 @@ class SidecarVersions:
         number = max(newest, version) + (self._random.randint(1, SPREAD) if is_shared else 1)
         if number > VERSION_MAX:
             raise Corrupt(
-                f"copy {state.path}: a tier has version {max(newest, version)} of it, and there is no number after that",
+                f"copy {state.path}: a tier has version {max(newest, version)} of it, and no number comes after that",
                 hint="tierd did not write that version; see what it is with `tierd sidecars`, and delete its objects",
             )
         return number
