@@ -198,6 +198,40 @@ def test_after_any_changes_what_is_kept_is_what_the_entries_say(seed: int) -> No
             check_decisions(changes.catalog, changes.random.choice(CONFIGS))
 
 
+def decided_of(catalog: Catalog) -> list[object]:
+    """All that is decided."""
+    config = CONFIGS[0]
+    copies = [pending(catalog, config, tier) for tier in TIERS[1:]]
+    return [decisions(catalog, config), copies, waiting(catalog, config)]
+
+
+@settings(max_examples=6)
+@given(st.integers(0, 1 << 32))
+def test_a_decision_changes_only_with_the_number_of_changes(seed: int) -> None:
+    """The reaper plans again, and goes on with a plan, by this number."""
+    changes = Changes(seed)
+    catalog, decided = changes.catalog, decided_of(changes.catalog)
+    for _ in range(40):
+        before = catalog.changes
+        changes.make_one()
+        former, decided = decided, decided_of(catalog)
+        assert decided == former or catalog.changes != before
+
+
+def test_a_claim_that_changes_what_is_in_doubt_is_a_change() -> None:
+    catalog = Catalog(TIERS)
+    manifest = next(each for each in MANIFESTS if each.generation == 2)
+    catalog.enter_listing("cold", {manifest.id: (manifest, frozenset())}, {}, since=catalog.changes)
+    for generation, tier, doubted in ((1, HOT, [manifest.id]), (2, "cold", [])):
+        before = catalog.changes
+        catalog.claims.saw(manifest.id.run, [generation], tier, is_here=tier == HOT)
+        assert list(catalog.doubts()) == doubted
+        assert catalog.changes > before
+        before = catalog.changes
+        catalog.claims.saw(manifest.id.run, [generation], tier, is_here=tier == HOT)
+        assert catalog.changes == before, "it was known"
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_after_any_of_many_changes_what_is_kept_is_what_the_entries_say() -> None:

@@ -146,6 +146,22 @@ def test_what_is_not_complete_is_named_and_left(house: House, tmp_path: Path) ->
     assert adopted(house, folder, "hf-trainer")["adopted"] == [60]
 
 
+def test_a_second_name_of_a_step_is_named_as_such(house: House, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    history(folder, "hf-trainer", 10, 20)
+    for step in (10, 20):
+        shutil.copytree(folder / f"checkpoint-{step}", folder / f"checkpoint-0{step}")
+    other = folder / "checkpoint-010/optimizer.pt"
+    other.write_bytes(archive(90))
+    os.utime(other, (1e9, 1e9))
+    aged(folder)
+    report = adopted(house, folder, "hf-trainer")
+    assert (report["adopted"], report["known"]) == ([10, 20], [20])
+    ((name, why),) = report["left"].items()
+    assert name in ("checkpoint-10", "checkpoint-010")
+    assert "that was adopted before, from other files" in why
+
+
 def test_the_run_is_not_listed_again_for_each_checkpoint(
     house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

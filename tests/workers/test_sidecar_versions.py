@@ -13,7 +13,17 @@ import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config.sections import ColdConfig
-from tierd.format.sidecar import Segment, branches, chain, encode_segment, parse_segment, segment_prefix
+from tierd.format.sidecar import (
+    EMPTY,
+    VERSION_MAX,
+    Segment,
+    branches,
+    chain,
+    encode_segment,
+    parse_segment,
+    segment_prefix,
+    short,
+)
 from tierd.format.signature import Keyring, new_key
 from tierd.tiers.tier import Tier
 from tierd.transfer.sidecar_output import verified_segments
@@ -205,6 +215,23 @@ async def test_a_view_that_stays_older_is_another_file(nodes: Nodes) -> None:
     await nodes.settle(other, passes=20)
     assert other.worker.report().rewritten == {NAME: 1}
     assert sorted(await nodes.contents()) == [b"1\n2\n", b"1\n2\n3\n"]
+
+
+async def test_a_version_that_no_other_can_follow_is_a_problem_and_no_silent_loss(nodes: Nodes) -> None:
+    """Whoever may write into the bucket can put it there."""
+    one = nodes.all[0]
+    forged = Segment(RUN, NAME, VERSION_MAX, 0, 2, short(EMPTY), "0" * 16)
+    raw = encode_segment(forged, b"x\n", before=EMPTY, after="0" * 64, keyring=None)
+    await nodes.cold.store.put_bytes(forged.key, raw, if_absent=True)
+    one.file.write_bytes(b"1\n2\n")
+    await nodes.settle(one)
+    (problem,) = one.worker.report().problems
+    assert f"a tier has version {VERSION_MAX} of it" in problem
+    assert all(parse_segment(each.key) for each in await nodes.cold.store.list(segment_prefix(RUN)))
+    await nodes.cold.store.delete([forged.key])
+    await one.restart()
+    await nodes.settle(one)
+    assert one.file.read_bytes() in await nodes.contents()
 
 
 async def test_what_is_not_signed_begins_no_version(nodes: Nodes) -> None:

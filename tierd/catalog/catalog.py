@@ -27,7 +27,7 @@ class Catalog(Contents):
     def __init__(self, tiers: Iterable[str]) -> None:
         super().__init__()
         self._generations: dict[Run, int] = {}
-        self.claims = Claims()
+        self.claims = Claims(self._claims_changed)
         self.changes = 0
         self._changed: dict[str, dict[CheckpointId, int]] = {}  # by tier, since its last listing
         self._copying: dict[str, CheckpointId] = {}  # by tier
@@ -400,6 +400,9 @@ class Catalog(Contents):
             for entry in self.claims.to_judge(run, self._entries.of_run(run), here):
                 found[entry.id] = HOT in entry.tiers
         return found | unreadable
+
+    def _claims_changed(self) -> None:
+        self.changes += 1
 
     def _touch(self, checkpoint: CheckpointId, tier: str) -> None:
         self.changes += 1

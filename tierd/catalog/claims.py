@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from tierd.catalog.entry import Entry, recency
 from tierd.format.ids import CheckpointId, Run, generation_limit
@@ -17,9 +17,11 @@ from tierd.lifecycle.policy import HOT
 
 class Claims:
     """`written_here`: checkpoints that this daemon has committed, copied or has in memory; changed only here.
-    `are_signed`: the tiers are read with a key, so that only what is signed is listed."""
+    `are_signed`: the tiers are read with a key, so that only what is signed is listed. `on_change`: called when what is
+    in doubt may be another than before."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self._on_change = on_change
         self.written_here: set[CheckpointId] = set()
         self._written: Counter[tuple[Run, int]] = Counter()  # of those: how many, by generation
         self.are_signed = False
@@ -31,6 +33,7 @@ class Claims:
         if checkpoint not in self.written_here:
             self.written_here.add(checkpoint)
             self._written[checkpoint.run, checkpoint.generation] += 1
+            self._on_change()
 
     def forget_written(self, checkpoint: CheckpointId) -> None:
         if checkpoint in self.written_here:
@@ -39,10 +42,13 @@ class Claims:
 
     def saw(self, run: Run, generations: Iterable[int], tier: str, *, is_here: bool) -> None:
         """Claims of the run in a tier. `is_here`: it is this hot tier."""
-        highest = self._highest.setdefault(run, {})
-        highest[tier] = max([highest.get(tier, 0), *generations])
+        claimed = {*generations}
+        highest, here = self._highest.setdefault(run, {}), self._claimed_here.get(run, set())
+        former, highest[tier] = highest.get(tier, 0), max([highest.get(tier, 0), *claimed])
         if is_here:
-            self._claimed_here.setdefault(run, set()).update(generations)
+            self._claimed_here[run] = here | claimed
+        if highest[tier] > former or (is_here and not claimed <= here):
+            self._on_change()
 
     def was_claimed_here(self, run: Run, generation: int) -> bool:
         """Whether this hot tier has a claim of the generation."""

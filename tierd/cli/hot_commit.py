@@ -91,4 +91,5 @@ async def commit(
             manifest = keyring.sign_manifest(manifest)
         await Tier(HOT, store, limits=config.limits).commit(manifest)
         output.publish(output.folder / checkpoint.run / checkpoint.name)
+    tiers.catalog.add(manifest, HOT)
     return manifest

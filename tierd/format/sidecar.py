@@ -19,6 +19,7 @@ from tierd.format.ids import Run, is_run
 from tierd.format.signature import Keyring
 
 NAME_CHARS_MAX = 120
+VERSION_MAX = 99_999_999
 SEGMENT_BYTES_MAX = 8 << 20
 UNSETTLED = b"]} \t\r\n"  # what closes a JSON document
 TAIL_BYTES = 4096

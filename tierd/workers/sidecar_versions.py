@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Foreign, NotFound, TierdError
-from tierd.format.sidecar import Segment, chain
+from tierd.format.sidecar import VERSION_MAX, Segment, chain
 from tierd.transfer.sidecar_copy import FileState, of_other_files
 from tierd.transfer.sidecar_output import read_segment
 
@@ -70,8 +70,15 @@ class SidecarVersions:
         self, version: int, newest: int, later: Mapping[str, Sequence[Segment]], state: FileState, *, is_shared: bool
     ) -> int:
         """Where a file goes on that leaves `version`, and why: `is_shared`, or its past has changed. `later`: the
-        segments of the `newest` version, which another daemon that follows the same file may have begun just now."""
+        segments of the `newest` version, which another daemon that follows the same file may have begun just now.
+        Raises Corrupt if no key can hold the next version: a listing would not show it."""
         if newest > version and not await self.is_shared(later, state):
             return newest
         # The daemon of the other file leaves the version too, maybe at this moment.
-        return max(newest, version) + (self._random.randint(1, SPREAD) if is_shared else 1)
+        number = max(newest, version) + (self._random.randint(1, SPREAD) if is_shared else 1)
+        if number > VERSION_MAX:
+            raise Corrupt(
+                f"copy {state.path}: a tier has version {max(newest, version)} of it, and no number comes after that",
+                hint="tierd did not write that version; see what it is with `tierd sidecars`, and delete its objects",
+            )
+        return number
