@@ -182,6 +182,7 @@ DOORS = {
             "tierd/tiers/pool.py": "the pieces of one copy",
             "tierd/transfer/drill.py": "a thread that goes on after a cancellation",
             "tierd/workers/write_through.py": "the copies of one snapshot to the cold tiers",
+            "tierd/workers/part_copier.py": "a copy that ends when the trainers tell another partner",
         },
     ),
     "event loops": Door(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shutil
@@ -35,7 +36,7 @@ from tierd.tiers.store import Progress, StoredObject
 from tierd.transfer import partial_file
 from tierd.transfer.fetch import Fetch
 from tierd.transfer.verify import verify_files
-from tierd.workers import hot_space
+from tierd.workers import hot_space, part_copier
 from tierd.workers.copy_scrubber import CopyScrubber
 from tierd.workers.hot_space import MARGIN_BYTES
 from tierd.workers.left_runs import RESTART_S, LeftRuns
@@ -199,6 +200,55 @@ async def test_partner_that_has_another_certificate_since_is_named_and_copied_wh
     two.tell()
     assert await two.copier.run_once()
     assert two.steps == [5]
+
+
+@pytest.mark.timeout(20)
+async def test_a_slow_node_of_the_start_before_does_not_keep_the_new_partner_waiting(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was replaced because it is slow. Its daemon still sends, and the copy would take hours."""
+    await two.both(5)
+    is_begun = asyncio.Event()
+
+    async def send_slowly(*_: object) -> None:
+        is_begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(part_copier, "CHECK_S", 0.01)
+    with monkeypatch.context() as slow:
+        slow.setattr(Fetch, "take", send_slowly)
+        passing = asyncio.create_task(two.copier.run_once())
+        await is_begun.wait()
+        two.tell()  # the same again, by trainers that have reconnected
+        await asyncio.sleep(0.1)
+        assert not passing.done()
+        two.here.context.partners[RUN] = two.here.context.partners[RUN]._replace(generation=Generation(2))
+        assert await passing
+    two.tell()
+    assert await two.copier.run_once()
+    assert two.steps == [5]
+
+
+async def test_a_pass_that_is_cancelled_leaves_no_copy_that_goes_on(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await two.both(5)
+    is_begun, is_ended = asyncio.Event(), asyncio.Event()
+
+    async def send_slowly(*_: object) -> None:
+        is_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_ended.set()
+
+    monkeypatch.setattr(Fetch, "take", send_slowly)
+    passing = asyncio.create_task(two.copier.run_once())
+    await is_begun.wait()
+    passing.cancel()
+    with suppress(asyncio.CancelledError):
+        await passing
+    assert is_ended.is_set()
 
 
 async def test_damaged_shard_of_the_partner_is_never_a_copy(two: TwoNodes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import msgspec
 import pytest
 
 from tests.health.test_examiner import shard
+from tests.support.cli import flip_a_bit
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.api.peer_parts import PeerParts
 from tierd.config.sections import ColdConfig, HealthConfig, PeersConfig
 from tierd.context import DaemonContext
+from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
 from tierd.format.claim import Claim
 from tierd.format.ids import CheckpointId, Generation, checkpoint_id
@@ -50,20 +53,24 @@ class Pair:
         self.finisher = PartFinisher(self.context, self.copies, self.cold)
 
     async def begin(self, *, peer: PeerAddress | None = NOBODY, shard: bytes = b"shard" * 5000) -> None:
-        for rooms, node in ((self.there, THERE), (self.here, HERE)):
+        for rooms in (self.there, self.here):
             await rooms.list_tiers()
             assert await rooms.context.claim(self.cold, RUN, Generation(1), Claim(claim=RANDOM, hot="x"))
-            rooms.seal(5, [shard], node=node, world_size=2, number=1)
+        await self.save(ID, peer=peer, shard=shard)
+        assert self.names == {"node-00000-of-00002.json", "rank-00000-of-00002.safetensors"}
+
+    async def save(self, checkpoint: CheckpointId, *, peer: PeerAddress | None, shard: bytes) -> None:
+        for rooms, node in ((self.there, THERE), (self.here, HERE)):
+            rooms.seal(checkpoint.step, [shard], node=node, world_size=2, number=checkpoint.step - 4)
             await rooms.persister().run_once()
-        part = self.there.catalog.get(ID)
+        part = self.there.catalog.get(checkpoint)
         assert part is not None
         assert part.part is not None
         for file in part.part.files:
-            key = layout.file_key(ID, file.name)
+            key = layout.file_key(checkpoint, file.name)
             await self.copies.store.put_bytes(key, (self.there.config.hot_path / key).read_bytes())
         await self.copies.commit(part.part, part.part.encode(), peer=peer)
         await self.here.replicator().run_once()
-        assert self.names == {"node-00000-of-00002.json", "rank-00000-of-00002.safetensors"}
 
     @property
     def names(self) -> set[str]:
@@ -178,3 +185,33 @@ async def test_what_a_lost_node_did_not_live_to_examine_is_examined_before_it_is
     part, _ = await pair.cold.read_manifest(layout.file_key(ID, "node-00001-of-00002.json"))
     assert isinstance(part, NodeFile)
     assert part.is_healthy is (value == 1.0)
+
+
+@pytest.mark.parametrize("damage", ["a bit", "a file", "a sector"])
+async def test_a_copy_that_cannot_be_read_is_not_sent_and_delays_no_other(
+    pair: Pair, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = checkpoint_id(RUN, 6, 1)
+    await pair.begin()
+    await pair.save(newest, peer=NOBODY, shard=b"other" * 5000)
+    path = pair.copies.store.root / layout.file_key(newest, "rank-00001-of-00002.safetensors")
+    if damage == "a file":
+        path.unlink()
+    elif damage == "a bit":
+        path.chmod(0o600)
+        flip_a_bit(path)
+    else:
+        source = pair.copies.store.source
+
+        def broken(key: str) -> object:
+            if str(newest) in key:
+                raise TierUnreachable(f"read {key}: Input/output error")
+            return source(key)
+
+        monkeypatch.setattr(pair.copies.store, "source", broken)
+    await pair.finisher.run_once()
+    pair.now_s += LOST_AFTER_S
+    with suppress(TierUnreachable):
+        assert not await pair.finisher.run_once()
+    assert "node-00001-of-00002.json" in pair.names
+    assert not (pair.here.folder("cold", newest) / "node-00001-of-00002.json").exists()

@@ -30,6 +30,7 @@ log = logging.getLogger("tierd")
 PEERS = "peers"  # the name of this traffic for the throttle
 POLL_MIN_S, POLL_MAX_S = 0.1, 2.0  # until the other node is asked again whether it has persisted its part
 TURN_S = 120.0  # where several runs have partners; then the copy of the next run goes on
+CHECK_S = 5.0  # while a copy is being made: whether the trainers have told another partner
 IDLE_S = 10.0  # where every part has its copy
 COPIED_MAX = 2  # of the newest checkpoints: older ones are not begun
 ASKED_MAX = 8  # checkpoints for which a slower node is asked, if it has persisted none of the newest yet
@@ -70,7 +71,7 @@ class PartCopier:
                 continue  # of another node, of which this one was the partner
             try:
                 async with asyncio.timeout(TURN_S if len(self._context.partners) > 1 else None):
-                    await self._copy(own, partner)
+                    await self._copy_for(own, partner)
             except NotFound:
                 continue  # not persisted there yet, or not kept any more
             except TimeoutError:
@@ -79,6 +80,19 @@ class PartCopier:
                 self._context.incidents.record(self.name, error, own.id)
                 return False  # the next one would fail, too
         return True
+
+    async def _copy_for(self, own: NodeFile, partner: Partner) -> None:
+        """As `_copy`. Raises TimeoutError when the trainers have told another partner meanwhile: the node of an earlier
+        start may be slow, and the new one waits."""
+        copy = asyncio.create_task(self._copy(own, partner))
+        try:
+            while not (await asyncio.wait({copy}, timeout=CHECK_S))[0]:
+                if self._context.partners.get(own.id.run) != partner:
+                    raise TimeoutError
+            await copy
+        finally:
+            copy.cancel()
+            await asyncio.gather(copy, return_exceptions=True)
 
     def _set_interval(self) -> None:
         """The other node has often persisted its part a moment later than this one."""

@@ -44,11 +44,12 @@ class PartFinisher:
         self._silent_since_s: dict[CheckpointId, float] = {}  # since when the other node did not have its part
 
     async def run_once(self) -> bool:
-        """False when a part could not be sent."""
+        """False when a part could not be sent. Raises Transient when the tier does not answer, or a copy cannot be read
+        now: the others are sent all the same, as that may be one bad sector."""
         waiting = {part.id: part for part in self._context.catalog.sent_parts(self._cold.name)}
         waiting = {checkpoint: own for checkpoint, own in waiting.items() if self._copies.get(checkpoint) is not None}
         self._silent_since_s = {each: since for each, since in self._silent_since_s.items() if each in waiting}
-        is_well = True
+        is_well, failure = True, None
         for own in sorted(waiting.values(), key=lambda own: own.id.recency, reverse=True):
             if await self._has_part(own.id):
                 self._silent_since_s.pop(own.id, None)
@@ -58,11 +59,13 @@ class PartFinisher:
                 continue
             try:
                 await self._finish(own)
-            except Transient:
-                raise
+            except Transient as error:
+                failure = failure or error
             except TierdError as error:
                 self._context.incidents.record(self.name, error, own.id)
                 is_well = False
+        if failure is not None:
+            raise failure
         return is_well
 
     async def _has_part(self, checkpoint: CheckpointId) -> bool:

@@ -30,10 +30,12 @@ class RosterReader:
         self._asked: dict[Run, tuple[float, asyncio.Task[list[NodeReport]]]] = {}
 
     async def read(self, run: Run) -> list[NodeReport] | None:
-        """Sorted by rank; None if the trainers of the newest start have sent no roster yet: a node of the one before
-        may have gone, and its ranks may be on another one."""
+        """Sorted by rank; None if the trainers of the newest start have sent no roster yet, or are on other nodes: a
+        node of the one before may have gone, and its ranks may be on another one."""
         roster = self._context.rosters.get(run)
         if roster is None or roster.generation < self._context.memory.generation(run):
+            return None
+        if self._context.is_continued_elsewhere(run, roster.generation):
             return None
         now_s = self._context.monotonic_s()
         asked_s, task = self._asked.get(run, (0.0, None))
