@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -18,10 +17,11 @@ import torch
 from tierd.errors import BadConfig, BadRequest, Corrupt, NotFound, TierdError, Unhealthy
 from tierd.format.health import EXAMINED, is_examined
 from tierd.format.manifest import REPORTED_UNHEALTHY
+from tierd.format.text import listed
 from tierd_client.client import Client, Found
 from tierd_client.log import log
 from tierd_client.restore.replica import Replica, RestoreRequest
-from tierd_client.state.restore_filter import RestoreFilter
+from tierd_client.state.restore_filter import Patterns, RestoreFilter
 from tierd_client.state.tensors import CapturedTensor
 from tierd_client.state.training_state import State, TrainingState
 
@@ -75,7 +75,7 @@ class LossGuard:
         spike: float = 0.0,
         window: int = 50,
         max_rollbacks: int = 2,
-        keep: Sequence[str] | None = None,
+        keep: Patterns | None = None,
     ) -> None:
         """The same arguments on all ranks. Raises BadConfig for one that is out of range."""
         self.rollbacks = 0
@@ -84,7 +84,8 @@ class LossGuard:
         self._client = client
         self._state = state
         self._losses = deque[float](maxlen=window)
-        keep = tuple(keep) if keep is not None else _position(state)
+        self._keep_is_checked = not keep
+        keep = _position(state) if keep is None else keep
         self._filter = RestoreFilter.parse(only=None, rename=None, strict=True, cast=False, keep=keep)
 
     def check(self, step: int, loss: SupportsFloat | None) -> int | None:
@@ -94,8 +95,11 @@ class LossGuard:
 
         Returns None if the loss is good. Otherwise returns the earlier step whose state was restored: go on with the
         step after it. Raises Halted, BadRequest on all ranks when the loss of one is no number or the step has a
-        snapshot, and what `Client.restore` raises when no checkpoint can be read.
+        snapshot, BadConfig for a `keep` that stands for nothing in the state, and what `Client.restore` raises when no
+        checkpoint can be read.
         """
+        if not self._keep_is_checked:
+            self._check_keep()
         value, error = None, None
         try:
             value = _number(loss)
@@ -142,6 +146,21 @@ class LossGuard:
             self.rule.max_rollbacks,
         )
         return restored.step
+
+    def _check_keep(self) -> None:
+        """Raises BadConfig where a name of `keep` is in no section of the state, on any rank. A rollback would find it
+        when it is needed. What is below a section may come later, as the state of an optimizer."""
+        captured = self._state.capture(self._client.rank, self._client.world_size)
+        sections = {tensor.name.partition(".")[0] for tensor in captured.tensors} | captured.tree.keys()
+        patterns = self._filter.keep
+        found = [pattern.partition(".")[0] in sections or "*" in pattern for pattern in patterns]
+        anywhere = self._client.maximum([int(each) for each in found]) if found else []
+        if wrong := [pattern for pattern, each in zip(patterns, anywhere, strict=True) if not each]:
+            raise BadConfig(
+                f"LossGuard(keep=…): {listed(list(map(repr, wrong)))} is in no section of the state",
+                hint=f"its sections are {', '.join(sorted(sections))}",
+            )
+        self._keep_is_checked = True
 
     def _go_back(self, generation: int | None) -> Found | None:
         """Restores the newest healthy checkpoint of `generation`, or else that at which it began, or one before.

@@ -172,6 +172,23 @@ def test_options_out_of_range_are_refused(daemon: Daemon, run: str, options: dic
         LossGuard(None, TrainingState(model=torch.nn.Linear(1, 1)), **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("keep", [["rgn"], "datalaoder", ["model", "lr_scheduler.epoch"]])
+def test_what_a_rollback_cannot_keep_is_refused_at_the_first_check(daemon: Daemon, run: str, keep: Any) -> None:
+    """Not when the rollback is needed."""
+    loop = Loop(daemon, run, {})
+    with pytest.raises(BadConfig, match="is in no section of the state") as refused:
+        loop.train(action="rollback", keep=keep)
+    assert "its sections are dataloader, model, optimizer, rng" in refused.value.hint
+    assert len(loop.losses) == 1
+
+
+@pytest.mark.parametrize("keep", ["dataloader", ["dataloader", "rng"]])
+def test_what_a_rollback_keeps_may_be_named(daemon: Daemon, run: str, keep: Any) -> None:
+    loop = Loop(daemon, run, {12: math.nan})
+    loop.train(action="rollback", keep=keep)
+    assert loop.batches == list(range(23)), "each batch once, the bad one too"
+
+
 def test_a_rollback_stays_in_the_timeline_that_was_chosen(daemon: Daemon, run: str) -> None:
     """After a start from step 15 of a run that has come to step 20, a bad loss goes back to step 15, not to 20."""
     Loop(daemon, run, {}).train()
