@@ -25,7 +25,7 @@ class Catalog(Contents):
     """`changes`: the number of changes so far. While it stays the same, a decision made before is still valid."""
 
     def __init__(self, tiers: Iterable[str]) -> None:
-        super().__init__()
+        super().__init__(tiers)
         self._generations: dict[Run, int] = {}
         self.claims = Claims(self._claims_changed)
         self.changes = 0
@@ -39,7 +39,6 @@ class Catalog(Contents):
         self.everywhere_created: dict[Run, str] = {}  # its `created_at`, as far as it is known
         self.asked_for_sequence: dict[Run, set[str]] = {}  # the tiers in which it was listed because of its sequence
         self._sent_parts: dict[tuple[str, CheckpointId], NodeFile | None] = {}  # by tier; None: deleted there
-        self.tiers: dict[str, TierKnowledge] = {name: TierKnowledge() for name in tiers}
 
     # ── reports of the workers ──
 
@@ -318,32 +317,6 @@ class Catalog(Contents):
     def generation_max(self, run: Run) -> Generation:
         """The highest generation of a run that was ever seen; 0 when there is none."""
         return Generation(self._generations.get(run, 0))
-
-    def unlisted(self) -> dict[str, str]:
-        """Why a tier is not known now, by tier."""
-        return {tier: knowledge.error for tier, knowledge in self.tiers.items() if not knowledge.is_known}
-
-    def unreadable(self) -> dict[tuple[str, CheckpointId], str]:
-        """Why a replica cannot be used, by (tier, checkpoint)."""
-        return {
-            (tier, checkpoint): why
-            for tier, knowledge in self.tiers.items()
-            for checkpoint, why in knowledge.unreadable.items()
-        }
-
-    def sent(self, run: Run | None = None) -> dict[tuple[str, CheckpointId], SentParts]:
-        """What nodes have sent of checkpoints that are not committed, by (cold tier, checkpoint), as last listed."""
-        return {
-            (tier, checkpoint): parts
-            for tier, knowledge in self.tiers.items()
-            for checkpoint, parts in knowledge.sent.items()
-            if run in (None, checkpoint.run) and checkpoint not in self._entries.in_tier(tier)
-        }
-
-    def sent_of(self, checkpoint: CheckpointId) -> dict[str, SentParts]:
-        """As `sent`, of one checkpoint, by cold tier."""
-        listed = {tier: sent for tier, each in self.tiers.items() if (sent := each.sent.get(checkpoint)) is not None}
-        return {tier: sent for tier, sent in listed.items() if checkpoint not in self._entries.in_tier(tier)}
 
     def views(self) -> list[CheckpointView]:
         """The checkpoints as the lifecycle sees them."""

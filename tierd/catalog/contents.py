@@ -1,23 +1,23 @@
-"""What the tiers hold, as far as the entries tell: the questions of a catalog that need neither listings nor claims."""
+"""What the tiers hold, as far as entries and last listings tell: the questions of a catalog that need no claims."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from tierd.catalog.entries import Entries
-from tierd.catalog.entry import Entry
-from tierd.format.ids import CheckpointId, Run
+from tierd.catalog.entry import Entry, SentParts, TierKnowledge
+from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
-from tierd.lifecycle.policy import HOT
 
 T = TypeVar("T")
 
 
 class Contents:
-    def __init__(self) -> None:
+    def __init__(self, tiers: Iterable[str]) -> None:
         self._entries = Entries()
+        self.tiers: dict[str, TierKnowledge] = {name: TierKnowledge() for name in tiers}
 
     def get(self, checkpoint: CheckpointId) -> Entry | None:
         return self._entries.get(checkpoint)
@@ -73,3 +73,29 @@ class Contents:
     def remembered(self, run: Run, inputs: tuple[Any, ...], make: Callable[[], T]) -> T:
         """As of `Entries`."""
         return self._entries.remembered(run, inputs, make)
+
+    def unlisted(self) -> dict[str, str]:
+        """Why a tier is not known now, by tier."""
+        return {tier: knowledge.error for tier, knowledge in self.tiers.items() if not knowledge.is_known}
+
+    def unreadable(self) -> dict[tuple[str, CheckpointId], str]:
+        """Why a replica cannot be used, by (tier, checkpoint)."""
+        return {
+            (tier, checkpoint): why
+            for tier, knowledge in self.tiers.items()
+            for checkpoint, why in knowledge.unreadable.items()
+        }
+
+    def sent(self, run: Run | None = None) -> dict[tuple[str, CheckpointId], SentParts]:
+        """What nodes have sent of checkpoints that are not committed, by (cold tier, checkpoint), as last listed."""
+        return {
+            (tier, checkpoint): parts
+            for tier, knowledge in self.tiers.items()
+            for checkpoint, parts in knowledge.sent.items()
+            if run in (None, checkpoint.run) and checkpoint not in self._entries.in_tier(tier)
+        }
+
+    def sent_of(self, checkpoint: CheckpointId) -> dict[str, SentParts]:
+        """As `sent`, of one checkpoint, by cold tier."""
+        listed = {tier: sent for tier, each in self.tiers.items() if (sent := each.sent.get(checkpoint)) is not None}
+        return {tier: sent for tier, sent in listed.items() if checkpoint not in self._entries.in_tier(tier)}
