@@ -176,7 +176,10 @@ def test_the_environment_selects_the_checkpoint(client: Client, monkeypatch: pyt
     with pytest.raises(NotFound):
         TierdReader(client).find()
     for step in (1, 2):
-        dcp.save({"w": torch.full((2,), float(step))}, storage_writer=TierdWriter(client, step))
+        writer = TierdWriter(client, step)
+        dcp.save({"w": torch.full((2,), float(step))}, storage_writer=writer)
+        assert writer.shot is not None
+        writer.shot.wait_persisted(timeout_s=60)  # else the second one may take its place
     assert TierdReader(client).find() == 2
     monkeypatch.setenv("TIERD_RESUME", "1")
     reader = TierdReader(client)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from tests.support.power_loss.file_calls import FileCalls, Mark, Operation, Sync, Tree, read_tree, watching
@@ -249,7 +250,7 @@ def problems_after_recovery(root: Path, policy: Policy, expected: Expected) -> l
     with watching(root) as calls:
         left = read_tree(str(root))
         problems = broken_promises(contents_of(left), left, expected, policy)
-        restored = run_simulated(_recover_and_restore(Daemon(root, calls, policy)))
+        restored = run_simulated(_recover_and_restore(partial(Daemon, root, calls, policy)))
         recovered = read_tree(str(root))
         problems += broken_promises(contents_of(recovered), recovered, expected, policy)
     least = newest(expected.durable, RUN)
@@ -258,8 +259,8 @@ def problems_after_recovery(root: Path, policy: Policy, expected: Expected) -> l
     return problems
 
 
-async def _recover_and_restore(daemon: Daemon) -> Id | None:
-    async with daemon:
+async def _recover_and_restore(start: Callable[[], Daemon]) -> Id | None:
+    async with start() as daemon:  # its clock is that of the running event loop
         await daemon.start()
         return await _restore(daemon)
 
