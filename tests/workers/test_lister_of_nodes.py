@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -168,6 +169,27 @@ async def test_a_checkpoint_without_a_shard_is_unreadable_on_every_node(
     await list_cold(other)
     assert "" in listings.take()
     assert ("cold", id_of(10)) in other.rooms.catalog.unreadable()
+
+
+async def test_a_manifest_that_was_replaced_is_unreadable_after_a_look(
+    committed: Nodes, tmp_path: Path, listings: Listings
+) -> None:
+    """A manifest that this node has committed and not read is read first."""
+    other = committed.nodes[1]
+    path = tmp_path / "cold" / RUN / id_of(10).name / layout.MANIFEST
+    other.rooms.catalog.tiers["cold"].fingerprints.pop(id_of(10))
+    await list_cold(other)
+    assert "" not in listings.take()
+    assert id_of(10) in other.rooms.catalog.tiers["cold"].fingerprints
+    changed, count = re.subn(rb'("step":\s*)10', rb"\g<1>11", path.read_bytes())
+    assert count
+    path.write_bytes(changed + b" ")
+    await list_cold(other)
+    assert "" in listings.take()
+    assert ("cold", id_of(10)) in other.rooms.catalog.unreadable()
+    assert known(other) == [20]
+    await list_cold(other)
+    assert "" not in listings.take(), "one unreadable checkpoint does not make every node list the tier"
 
 
 async def test_a_look_finds_a_later_start_of_the_run(committed: Nodes, listings: Listings) -> None:

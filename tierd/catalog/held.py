@@ -59,12 +59,15 @@ async def _agrees(catalog: Catalog, tier: Tier, identities: Identities, checkpoi
     if checkpoint in listing.committed:
         if known is None or _has_changed(catalog, tier, known, listing):
             await refresh_run(catalog, tier, checkpoint.run, identities, prefix=layout.checkpoint_prefix(checkpoint))
-        return not (known and is_small and known.manifest.missing_file(files))
+        # If it could not be read, that is known now. Where it was known, and is another now, the tier is listed.
+        is_torn = known is not None and is_small and known.manifest.missing_file(files)
+        return known is None or not (is_torn or _is_another(catalog, tier, known, listing))
     if layout.GONE in files and (known or catalog.tiers[tier.name].gone.get(checkpoint) is None):
         save = (await tier.buried([checkpoint])).get(checkpoint)
-        if known is not None:
-            catalog.drop(checkpoint, tier.name)
-        catalog.saw_gone(tier.name, checkpoint, save)
+        if catalog.in_tier(tier.name).get(checkpoint) is known:
+            if known is not None:
+                catalog.drop(checkpoint, tier.name)
+            catalog.saw_gone(tier.name, checkpoint, save)
     return known is None or layout.GONE in files
 
 
@@ -81,8 +84,12 @@ async def _markers(tier: Tier, checkpoint: CheckpointId, *, with_shards: bool) -
 
 
 def _has_changed(catalog: Catalog, tier: Tier, known: Entry, listing: Listing) -> bool:
-    """Whether the manifest or a marker of the replica is new."""
-    manifest = catalog.tiers[tier.name].fingerprints.get(known.id)
+    """Whether a marker of the replica is new, or its manifest, or this daemon has not read the manifest yet."""
     is_marked = listing.marks(known.id) <= known.milestones.get(tier.name, frozenset())
     is_diagnosed = listing.diagnosis(known.id) in (None, known.diagnoses.get(tier.name))
-    return not (is_marked and is_diagnosed and manifest in (None, listing.fingerprints[known.id]))
+    return not (is_marked and is_diagnosed) or _is_another(catalog, tier, known, listing)
+
+
+def _is_another(catalog: Catalog, tier: Tier, known: Entry, listing: Listing) -> bool:
+    """Whether the manifest is not the one that this daemon has read in the tier."""
+    return catalog.tiers[tier.name].fingerprints.get(known.id) != listing.fingerprints[known.id]
