@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -179,17 +180,25 @@ async def test_a_file_that_is_deleted_before_it_is_copied_is_not_behind_for_ever
     assert await followed.content("cold") == b"1\n2\n", "the daemon had it open"
 
 
-async def test_a_former_version_reaches_a_tier_that_did_not_answer_when_the_file_changed(
-    followed: Followed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    followed.file.write_bytes(b"1\n2\n")
-    await followed.settle()
+@contextmanager
+def silent_cold(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The cold tier does not answer."""
 
     async def no_list(*_: object, **__: object) -> list[object]:
         raise TierUnreachable("list: no answer")
 
     with monkeypatch.context() as patch:
         patch.setattr(followed.rooms.context.cold["cold"].store, "list", no_list)
+        yield
+
+
+async def test_a_former_version_reaches_a_tier_that_did_not_answer_when_the_file_changed(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed.file.write_bytes(b"1\n2\n")
+    await followed.settle()
+
+    with silent_cold(followed, monkeypatch):
         followed.file.write_bytes(b"1\n2\n3\n")
         await followed.settle()
         followed.file.write_bytes(b"a\n")
@@ -209,11 +218,7 @@ async def test_a_former_version_reaches_a_tier_that_did_not_answer_when_the_file
 async def test_a_file_that_was_deleted_reaches_a_tier_that_did_not_answer_before(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def no_list(*_: object, **__: object) -> list[object]:
-        raise TierUnreachable("list: no answer")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(followed.rooms.context.cold["cold"].store, "list", no_list)
+    with silent_cold(followed, monkeypatch):
         followed.file.write_bytes(b"1\n2\n")
         await followed.settle()
         followed.file.unlink()
