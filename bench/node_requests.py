@@ -156,7 +156,7 @@ async def simulated(count: int, ranks: int, seed: int) -> dict[str, Any]:
         clock.now_s += 1.0
         while unsent and unsent[0][0] <= clock.now_s:
             _, rooms, _, part = unsent.pop(0)
-            await copy_part(part, hot, tier, part)
+            await copy_part(part, hot, tier, lambda sent=part: sent)
             rooms.catalog.part_sent("cold", part)
         waiting, nodes = nodes, []
         while waiting:  # a node that knows of the commit is let go: each has the manifest, of megabytes

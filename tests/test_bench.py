@@ -45,6 +45,15 @@ def test_every_benchmark_runs_and_the_page_has_its_results(tmp_path: Path) -> No
     assert (docs / "performance.svg").read_text().startswith("<svg")
 
 
+def test_the_requests_of_nodes_are_counted() -> None:
+    """This benchmark calls functions of tierd which no other program calls in this way."""
+    command = [sys.executable, ROOT / "bench/node_requests.py", "--nodes", "--simulated", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    counted = json.loads(done.stdout)
+    assert counted["requests"]["put_object"] == 3 * 8 + 3 + 1  # shards, node files, the manifest
+
+
 @pytest.mark.long
 def test_a_benchmark_that_fails_is_reported_and_the_page_is_written(tmp_path: Path) -> None:
     page = tmp_path / "PERFORMANCE.md"
