@@ -149,6 +149,19 @@ class DaemonContext:
         """The same manifest, signed where there is a key."""
         return manifest if self.keyring is None else self.keyring.sign_manifest(manifest)
 
+    @property
+    def runs_here(self) -> set[Run]:
+        """The runs that have checkpoints in hot, trainers, or a watched folder on this node."""
+        in_hot = {checkpoint.run for checkpoint in self.catalog.in_tier(HOT)}
+        return in_hot | set(self.memory.runs()) | self.watched_nodes.keys()
+
+    @property
+    def lists_cold(self) -> bool:
+        """Whether this daemon lists the cold tiers at each interval: it is home of a run on this node, or no run is
+        here."""
+        runs = self.runs_here
+        return not runs or any(map(self.is_home, runs))
+
     def is_home(self, run: Run) -> bool:
         """Whether this daemon deletes and clears the run's checkpoints in cold tiers. Of a run over several nodes that
         is the daemon of rank 0, also when its trainers have left, until another node claims a newer generation; without

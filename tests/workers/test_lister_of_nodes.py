@@ -17,7 +17,7 @@ from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.claim import Claim
 from tierd.format.health import Diagnosis
-from tierd.format.ids import Generation
+from tierd.format.ids import HOT, Generation
 from tierd.lifecycle.policy import deletions
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import StoredObject
@@ -76,6 +76,11 @@ def pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def known(node: Node) -> list[int]:
     """The steps that the node knows to be in the cold tier."""
     return sorted(checkpoint.step for checkpoint in node.rooms.catalog.in_tier("cold"))
+
+
+async def delete_in_hot(node: Node, step: int) -> None:
+    await node.rooms.hot.delete(id_of(step))
+    node.rooms.catalog.drop(id_of(step), HOT)
 
 
 async def list_cold(node: Node) -> None:
@@ -194,6 +199,19 @@ async def test_a_manifest_that_was_replaced_is_unreadable_after_a_look(
 
 async def test_a_look_finds_a_later_start_of_the_run(committed: Nodes, listings: Listings) -> None:
     home, other, _ = committed.nodes
+    assert await home.rooms.context.claim(home.rooms.cold["cold"], RUN, Generation(2), Claim.new("another"))
+    await list_cold(other)
+    assert "" not in listings.take()
+    assert other.rooms.catalog.generation_max(RUN) == 2
+
+
+async def test_a_node_whose_hot_tier_is_empty_finds_a_later_start_of_its_run(
+    committed: Nodes, listings: Listings
+) -> None:
+    """Its hot disk was full from the start, or was lost."""
+    home, other, _ = committed.nodes
+    for step in (10, 20):
+        await delete_in_hot(other, step)
     assert await home.rooms.context.claim(home.rooms.cold["cold"], RUN, Generation(2), Claim.new("another"))
     await list_cold(other)
     assert "" not in listings.take()

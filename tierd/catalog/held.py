@@ -6,7 +6,7 @@ costs one to three requests for each checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from tierd.catalog.catalog import Catalog
 from tierd.catalog.entry import Entry
@@ -22,8 +22,10 @@ AT_ONCE = 4
 PAGE_FILES = 900  # of a checkpoint: so many fit into one page of a listing, with its markers
 
 
-async def look_at(catalog: Catalog, tier: Tier, identities: Identities, held: Iterable[CheckpointId]) -> bool:
-    """Look at these checkpoints in the tier, and at the newest claim of their runs, and enter what has changed.
+async def look_at(
+    catalog: Catalog, tier: Tier, identities: Identities, *, runs: Collection[Run], held: Iterable[CheckpointId]
+) -> bool:
+    """Look at these checkpoints in the tier, and at the newest claim of these runs, and enter what has changed.
     Returns False if one is gone without a tombstone, or has lost a file: only a listing of the tier can enter that.
     Raises as the tier's store, and TierUnreachable when the tier is not the right place."""
     await identities.check(tier)
@@ -33,10 +35,9 @@ async def look_at(catalog: Catalog, tier: Tier, identities: Identities, held: It
         if not await _agrees(catalog, tier, identities, checkpoint):
             differing.append(checkpoint)
 
-    checkpoints = list(held)
-    for run in sorted({checkpoint.run for checkpoint in checkpoints}):
+    for run in sorted(runs):
         await _look_for_claim(catalog, tier, run)
-    await for_each(AT_ONCE, checkpoints, look)
+    await for_each(AT_ONCE, list(held), look)
     if not differing:
         catalog.looked(tier.name)
     return not differing

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Collection
 
 from tierd.catalog.decisions import decisions, deleted_elsewhere, lost
 from tierd.catalog.held import look_at
@@ -86,28 +87,24 @@ class Lister:
     async def _look_at_held(self) -> bool:
         """Whether a look at what this node holds was enough. Raises TierUnreachable."""
         started_s = self._context.monotonic_s()
-        if self.must_list or self._tier.name == HOT or started_s >= self._list_at_s or self._is_home_of_any():
+        if self.must_list or self._tier.name == HOT or started_s >= self._list_at_s or self._context.lists_cold:
             return False
+        runs = self._context.runs_here
         try:
-            is_enough = await look_at(self._catalog, self._tier, self._context.identities, self._held())
+            is_enough = await look_at(
+                self._catalog, self._tier, self._context.identities, runs=runs, held=self._held(runs)
+            )
         except TierdError as error:
             self._catalog.listing_failed(self._tier.name, str(error))
             raise TierUnreachable(str(error)) from error
         self.listed_s = started_s if is_enough else self.listed_s
         return is_enough
 
-    def _is_home_of_any(self) -> bool:
-        """Whether this is home of a run that is on this node, or no run is."""
-        context = self._context
-        in_hot = {checkpoint.run for checkpoint in self._catalog.in_tier(HOT)}
-        runs = in_hot | set(context.memory.runs()) | context.watched_nodes.keys()
-        return not runs or any(map(context.is_home, runs))
-
-    def _held(self) -> list[CheckpointId]:
-        """What hot has, the newest in this tier of each of their runs, and what home is to delete in this tier."""
+    def _held(self, runs: Collection[Run]) -> list[CheckpointId]:
+        """What hot has, the newest in this tier of each of these runs, and what home is to delete in this tier."""
         catalog, name = self._catalog, self._tier.name
         held = set(catalog.in_tier(HOT))
-        newest = [catalog.newest(run, name) for run in {checkpoint.run for checkpoint in held}]
+        newest = [catalog.newest(run, name) for run in runs]
         planned = deletions(decisions(catalog, self._context.config, with_kept=False))
         deleted = {deletion.checkpoint for deletion in planned if deletion.tier == name}
         return sorted(held | deleted | {each.id for each in newest if each is not None}, key=lambda each: each.recency)
