@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -195,6 +196,32 @@ async def test_a_manifest_that_was_replaced_is_unreadable_after_a_look(
     assert known(other) == [20]
     await list_cold(other)
     assert "" not in listings.take(), "one unreadable checkpoint does not make every node list the tier"
+
+
+@pytest.mark.parametrize("how", ["mended", "deleted by a person", "deleted by home"])
+@pytest.mark.parametrize("is_in_hot", [True, False])
+async def test_a_look_finds_that_an_unreadable_checkpoint_was_put_right(
+    committed: Nodes, tmp_path: Path, *, is_in_hot: bool, how: str
+) -> None:
+    """Until then nothing of the run goes from hot, because nobody knows what cold has of it."""
+    home, other, _ = committed.nodes
+    folder = tmp_path / "cold" / RUN / id_of(10).name
+    content = (folder / layout.MANIFEST).read_bytes()
+    if not is_in_hot:
+        await delete_in_hot(other, 10)
+    (folder / layout.MANIFEST).write_bytes(b"{")
+    other.rooms.listers["cold"].must_list = True
+    await list_cold(other)
+    assert other.rooms.catalog.known_cold(RUN) == set()
+    if how == "deleted by a person":
+        shutil.rmtree(folder)
+    else:
+        (folder / layout.MANIFEST).write_bytes(content)
+    if how == "deleted by home":
+        assert await home.rooms.cold["cold"].delete(id_of(10))
+    await list_cold(other)
+    assert other.rooms.catalog.known_cold(RUN) == {"cold"}
+    assert known(other) == ([10, 20] if how == "mended" else [20])
 
 
 async def test_a_look_finds_a_later_start_of_the_run(committed: Nodes, listings: Listings) -> None:

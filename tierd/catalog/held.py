@@ -63,13 +63,15 @@ async def _agrees(catalog: Catalog, tier: Tier, identities: Identities, checkpoi
         # If it could not be read, that is known now. Where it was known, and is another now, the tier is listed.
         is_torn = known is not None and is_small and known.manifest.missing_file(files)
         return known is None or not (is_torn or _is_another(catalog, tier, known, listing))
-    if layout.GONE in files and (known or catalog.tiers[tier.name].gone.get(checkpoint) is None):
+    knowledge = catalog.tiers[tier.name]
+    is_known_to_be_there = known is not None or checkpoint in knowledge.unreadable
+    if layout.GONE in files and (is_known_to_be_there or knowledge.gone.get(checkpoint) is None):
         save = (await tier.buried([checkpoint])).get(checkpoint)
         if catalog.in_tier(tier.name).get(checkpoint) is known:
-            if known is not None:
+            if is_known_to_be_there:
                 catalog.drop(checkpoint, tier.name)
             catalog.saw_gone(tier.name, checkpoint, save)
-    return known is None or layout.GONE in files
+    return layout.GONE in files or not is_known_to_be_there
 
 
 async def _markers(tier: Tier, checkpoint: CheckpointId, *, with_shards: bool) -> Listing:

@@ -101,9 +101,10 @@ class Lister:
         return is_enough
 
     def _held(self, runs: Collection[Run]) -> list[CheckpointId]:
-        """What hot has, the newest in this tier of each of these runs, and what home is to delete in this tier."""
+        """What hot has, the newest in this tier of each of these runs, what of them cannot be read there, because a
+        person may put it right, and what home is to delete in this tier."""
         catalog, name = self._catalog, self._tier.name
-        held = set(catalog.in_tier(HOT))
+        held = {*catalog.in_tier(HOT), *(each for each in catalog.tiers[name].unreadable if each.run in runs)}
         newest = [catalog.newest(run, name) for run in runs]
         planned = deletions(decisions(catalog, self._context.config, with_kept=False))
         deleted = {deletion.checkpoint for deletion in planned if deletion.tier == name}
