@@ -18,12 +18,13 @@ from tierd.errors import TierUnreachable
 from tierd.format import layout
 from tierd.format.claim import Claim
 from tierd.format.health import Diagnosis
-from tierd.format.ids import HOT, Generation
+from tierd.format.ids import HOT, Generation, checkpoint_id
 from tierd.lifecycle.policy import deletions
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import StoredObject
 from tierd.tiers.tier import Tier
 from tierd.workers.lister import WHOLE_S
+from tierd.workers.lookout import Lookout
 from tierd.workers.reaper import Reaper
 from tierd.workers.scrubber import Scrubber
 
@@ -281,6 +282,25 @@ async def test_a_node_that_becomes_home_deletes_in_cold_only_after_a_listing(
     assert listings.take().count("") == 1
     await Reaper(other.rooms.context).run_once()
     assert known(other) == [20]
+
+
+async def test_a_checkpoint_of_another_run_that_is_not_the_newest_any_more_has_no_tier_listed(
+    committed: Nodes,
+) -> None:
+    """Of that run this node has nothing, and learns about it from a listing once a day."""
+    home, other, _ = committed.nodes
+    first, second = [checkpoint_id("another", step, 1) for step in (1, 2)]
+    await home.rooms.commit("cold", run="another", step=first.step)
+    for node in (home, other):
+        node.rooms.listers["cold"].must_list = True
+        await list_cold(node)
+    await home.rooms.commit("cold", run="another", step=second.step, sequence=2)
+    assert await home.rooms.cold["cold"].delete(first)
+    lookouts = [Lookout(node.rooms.context, node.rooms.cold["cold"]) for node in (home, other)]
+    for lookout in lookouts:
+        for _ in range(4):
+            assert await lookout.run_once()
+    assert [node.rooms.events.count(("relist", "cold")) for node in (home, other)] == [1, 0]
 
 
 async def test_only_home_verifies_what_is_in_cold(committed: Nodes) -> None:

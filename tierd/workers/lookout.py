@@ -20,7 +20,8 @@ SILENCE_SHARE = 3  # one of so many parts of a request's timeout without any ans
 
 class Lookout:
     """Checks the newest checkpoint of each run in turn, because no daemon's policy deletes it: its manifest, and
-    every second time one of its other files."""
+    every second time one of its other files. A node that does not list the tier checks only its own runs: of others it
+    knows one that was the newest and may be deleted."""
 
     name = "list"
     is_urgent = False
@@ -39,7 +40,8 @@ class Lookout:
             if catalog.tiers[name].error != self._silence:  # else no listing has ended since
                 self._doubted.clear()  # the look was right
             return True  # the lister tries again by itself
-        newest = [manifest for run in catalog.runs() if (manifest := catalog.newest(run, name)) is not None]
+        runs = catalog.runs() if self._context.lists_cold else sorted(self._context.runs_here)
+        newest = [manifest for run in runs if (manifest := catalog.newest(run, name)) is not None]
         folders = tuple(layout.checkpoint_prefix(manifest.id) for manifest in newest)
         self._doubted = {key for key in self._doubted if key.startswith(folders)}
         if not newest:
