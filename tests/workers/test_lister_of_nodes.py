@@ -304,10 +304,41 @@ async def test_a_checkpoint_of_another_run_that_is_not_the_newest_any_more_has_n
 
 
 async def test_only_home_verifies_what_is_in_cold(committed: Nodes) -> None:
+    """Also of a run that is on none of its nodes."""
     home, other, _ = committed.nodes
+    await home.rooms.commit("cold", run="another")
     for node in (home, other):
+        node.rooms.listers["cold"].must_list = True
+        await list_cold(node)
+        scrubber = Scrubber(node.rooms.context, node.rooms.cold["cold"])
+        for _ in range(4):
+            await scrubber.run_once()
+            committed.now_s += node.rooms.config.scrub.interval_s / 3
+    assert (scrubbed(home), scrubbed(other)) == (4, 0)
+
+
+async def test_a_node_that_is_home_no_more_ends_its_round_of_verifications(committed: Nodes) -> None:
+    home, other, _ = committed.nodes
+    scrubber = Scrubber(home.rooms.context, home.rooms.cold["cold"])
+    await scrubber.run_once()
+    assert await other.rooms.context.claim(other.rooms.cold["cold"], RUN, Generation(2), Claim.new("another"))
+    home.rooms.catalog.saw_generation(RUN, Generation(2))
+    committed.now_s += home.rooms.config.scrub.interval_s
+    await scrubber.run_once()
+    assert scrubbed(home) == 1
+
+
+async def test_only_home_repairs_what_a_listing_shows_to_be_damaged(committed: Nodes, tmp_path: Path) -> None:
+    """Every node would read and write the same file."""
+    home, other, _ = committed.nodes
+    next((tmp_path / "cold" / RUN / id_of(10).name).glob("*.safetensors")).unlink()
+    for node in (home, other):
+        node.rooms.listers["cold"].must_list = True
+        await list_cold(node)
+        assert ("cold", id_of(10)) in node.rooms.catalog.unreadable()
         await Scrubber(node.rooms.context, node.rooms.cold["cold"]).run_once()
-    assert (scrubbed(home), scrubbed(other)) == (1, 0)
+    failures = [node.rooms.count("tierd_verify_failures_total", tier="cold") for node in (home, other)]
+    assert failures == [1, 0]
 
 
 def scrubbed(node: Node) -> int:
