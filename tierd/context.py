@@ -67,8 +67,9 @@ class Notifier(Protocol):
     def space_freed(self) -> None:
         """A replica was deleted: its tier has room again."""
 
-    def relist(self, tier: str) -> None:
-        """The catalog may be wrong about the tier: list it again."""
+    def relist(self, tier: str, *, is_wrong: bool = True) -> None:
+        """List the tier again. `is_wrong`: the catalog may be wrong about it. Otherwise it has not answered, and a node
+        that is not home need not list it, but look at what it holds."""
 
     def run_forgotten(self, run: Run) -> None:
         """The run's slots were given back to the system."""

@@ -23,6 +23,7 @@ from tierd.lifecycle.policy import deletions
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import StoredObject
 from tierd.tiers.tier import Tier
+from tierd.workers.fresh_replica import whole_files
 from tierd.workers.lister import WHOLE_S
 from tierd.workers.lookout import Lookout
 from tierd.workers.reaper import Reaper
@@ -263,6 +264,58 @@ async def test_a_tier_that_answers_again_is_known_after_a_look(
     await list_cold(other)
     assert "" not in listings.take()
     assert other.rooms.catalog.unlisted() == {}
+
+
+async def test_a_tier_that_was_down_is_not_listed_by_every_node_when_it_answers(
+    committed: Nodes, listings: Listings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,048 nodes would list it at the same time."""
+    other = committed.nodes[1]
+    entry = other.rooms.catalog.get(id_of(20))
+    assert entry is not None
+    lookout = Lookout(other.rooms.context, other.rooms.cold["cold"])
+    with monkeypatch.context() as patched:
+
+        async def fail(*_: object, **__: object) -> None:
+            raise TierUnreachable("no answer")
+
+        for call in ("list", "stored_checksum"):
+            patched.setattr(DirectoryStore, call, fail)
+        assert await lookout.run_once()
+        assert await whole_files(other.rooms.context, entry, "cold", set(), action="evict", worker="reap") is None
+        assert other.rooms.events.count(("relist", "cold")) == 2
+        for _ in range(2):
+            with pytest.raises(TierUnreachable):
+                await other.rooms.listers["cold"].run_once()
+    listings.take()
+    await list_cold(other)
+    assert "" not in listings.take()
+    assert other.rooms.catalog.unlisted() == {}
+
+
+async def test_a_look_finds_that_the_manifest_of_the_newest_is_gone(committed: Nodes, listings: Listings) -> None:
+    home, other, _ = committed.nodes
+    assert await home.rooms.cold["cold"].delete(id_of(20))
+    assert await Lookout(other.rooms.context, other.rooms.cold["cold"]).run_once()
+    assert ("relist", "cold") in other.rooms.events
+    await list_cold(other)
+    assert "" not in listings.take()
+    assert known(other) == [10]
+
+
+@pytest.mark.usefixtures("pages")
+async def test_a_missing_shard_of_the_newest_has_the_tier_listed_on_every_node(
+    committed: Nodes, tmp_path: Path, listings: Listings
+) -> None:
+    other = committed.nodes[1]
+    for shard in (tmp_path / "cold" / RUN / id_of(20).name).glob("*.safetensors"):
+        shard.unlink()
+    lookout = Lookout(other.rooms.context, other.rooms.cold["cold"])
+    for _ in range(2):
+        assert await lookout.run_once()
+    await list_cold(other)
+    assert "" in listings.take()
+    assert ("cold", id_of(20)) in other.rooms.catalog.unreadable()
 
 
 async def test_a_node_that_becomes_home_deletes_in_cold_only_after_a_listing(

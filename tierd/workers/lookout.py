@@ -9,7 +9,7 @@ itself notes it as not known: a listing finds that after several timeouts of a r
 from __future__ import annotations
 
 from tierd.context import DaemonContext
-from tierd.errors import TierdError
+from tierd.errors import NotFound, TierdError
 from tierd.format import layout
 from tierd.format.manifest import Manifest
 from tierd.tiers.pool import while_answered
@@ -54,22 +54,23 @@ class Lookout:
             if key not in self._doubted:
                 self._silence = f"look at {key} in {store.url}: no valid answer for {silence_s:.3g} s"
                 catalog.listing_failed(name, self._silence)
-            self._doubt(key)
+            self._doubt(key, is_wrong=False)
 
         look = store.stored_checksum(key)
         try:
             await while_answered(look, lambda: store.answered_s, silence_s=silence_s, on_silence=note_silence)
-        except (TierdError, TimeoutError):
-            self._doubt(key)
+        except (TierdError, TimeoutError) as error:
+            # A node that is not home looks at the newest checkpoint, but not at each file of it.
+            self._doubt(key, is_wrong=isinstance(error, NotFound) and not key.endswith(layout.MANIFEST))
         else:
             self._doubted.discard(key)
         return True
 
-    def _doubt(self, key: str) -> None:
+    def _doubt(self, key: str, *, is_wrong: bool) -> None:
         """A server that lists what it does not find, or that refuses a HEAD, is not listed each time."""
         if key not in self._doubted:
             self._doubted.add(key)
-            self._context.notify.relist(self._tier.name)
+            self._context.notify.relist(self._tier.name, is_wrong=is_wrong)
 
     def _key(self, manifest: Manifest, turn: int) -> str:
         key = layout.manifest_key(manifest.id)
