@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from tests.support.rooms import RUN
-from tests.workers.test_committer import Node, Nodes, id_of, nodes
+from tests.workers.test_committer import WORLD_SIZE, Node, Nodes, id_of, nodes
 from tierd.catalog import held
-from tierd.catalog.decisions import decisions
+from tierd.catalog.decisions import decisions, pending
 from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.errors import TierUnreachable
 from tierd.format import layout
@@ -155,6 +155,35 @@ async def test_a_look_finds_that_home_has_deleted_a_checkpoint(committed: Nodes,
     assert other.rooms.incidents.recent() == []
     await list_cold(other)
     assert layout.checkpoint_prefix(id_of(10)) in listings.take(), "a later commit would be found"
+
+
+async def test_a_part_is_sent_again_after_the_tombstone_was_cleared(committed: Nodes) -> None:
+    """As by home, where the policy selects the checkpoint again."""
+    home, other, _ = committed.nodes
+    cold = home.rooms.cold["cold"]
+    assert await cold.delete(id_of(20))
+    await list_cold(other)
+    assert pending(other.rooms.catalog, other.rooms.config, "cold") == []
+    await cold.store.delete([layout.file_key(id_of(20), layout.GONE)])
+    await list_cold(other)
+    assert pending(other.rooms.catalog, other.rooms.config, "cold") == [id_of(20)]
+    assert await other.rooms.replicator().run_once()
+    assert (other.rooms.folder("cold", id_of(20)) / layout.node_file_name(other.ranks[0], WORLD_SIZE)).exists()
+
+
+async def test_a_part_is_not_sent_again_where_others_have_newer_checkpoints(committed: Nodes) -> None:
+    """The run trains on other nodes now. This node has seen nothing of that when a tombstone is cleared."""
+    home, other, _ = committed.nodes
+    cold = home.rooms.cold["cold"]
+    lifecycle = LifecycleConfig(hot=TierPolicy(keep_last=1), cold=ColdPolicy(keep_last=1, keep_every=0))
+    other.rooms.context.reload(msgspec.structs.replace(other.rooms.config, lifecycle=lifecycle))
+    assert await cold.delete(id_of(20))
+    await list_cold(other)
+    assert await home.rooms.context.claim(cold, RUN, Generation(2), Claim.new("another"))
+    await home.rooms.commit("cold", step=30, generation=2, sequence=11)
+    await cold.store.delete([layout.file_key(id_of(20), layout.GONE)])
+    await list_cold(other)
+    assert pending(other.rooms.catalog, other.rooms.config, "cold") == []
 
 
 async def test_a_checkpoint_that_is_gone_without_a_tombstone_is_reported_as_lost(

@@ -26,8 +26,8 @@ async def look_at(
     catalog: Catalog, tier: Tier, identities: Identities, *, runs: Collection[Run], held: Iterable[CheckpointId]
 ) -> bool:
     """Look at these checkpoints in the tier, and at the newest claim of these runs, and enter what has changed.
-    Returns False if one is gone without a tombstone, or has lost a file: only a listing of the tier can enter that.
-    Raises as the tier's store, and TierUnreachable when the tier is not the right place."""
+    Returns False if one is gone without a tombstone or has lost a file, or if its tombstone was cleared: only a listing
+    of the tier can enter that. Raises as the tier's store, and TierUnreachable when the tier is not the right place."""
     await identities.check(tier)
     differing: list[CheckpointId] = []
 
@@ -71,7 +71,8 @@ async def _agrees(catalog: Catalog, tier: Tier, identities: Identities, checkpoi
             if is_known_to_be_there:
                 catalog.drop(checkpoint, tier.name)
             catalog.saw_gone(tier.name, checkpoint, save)
-    return layout.GONE in files or not is_known_to_be_there
+    # After the tombstone was cleared, it is sent again if the policy selects it again: given all that the tier has now.
+    return layout.GONE in files or not (is_known_to_be_there or checkpoint in knowledge.gone)
 
 
 async def _markers(tier: Tier, checkpoint: CheckpointId, *, with_shards: bool) -> Listing:
