@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -24,6 +26,7 @@ from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.store import StoredObject
 from tierd.tiers.tier import Tier
 from tierd.workers.fresh_replica import whole_files
+from tierd.workers.leftovers import Leftovers
 from tierd.workers.lister import WHOLE_S
 from tierd.workers.lookout import Lookout
 from tierd.workers.reaper import Reaper
@@ -196,6 +199,35 @@ async def test_a_checkpoint_that_is_gone_without_a_tombstone_is_reported_as_lost
     assert "" in listings.take()
     assert known(other) == [20]
     assert [each["kind"] for each in other.rooms.incidents.recent()] == ["lost"]
+
+
+async def test_a_deletion_that_this_node_did_not_expect_is_no_loss(
+    committed: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A milestone was removed. The node lists the tier as late as it may, and home clears tombstones after a day."""
+    monkeypatch.setattr(random, "uniform", lambda least, most: most)
+    home, other, _ = committed.nodes
+    began = datetime.now(UTC)
+    for node in (home, other):
+        node.rooms.context.now = lambda: began + timedelta(seconds=committed.now_s)
+    cold = home.rooms.cold["cold"]
+    await cold.mark_milestone(id_of(10), "best", "now")
+    await delete_in_hot(other, 10)
+    other.rooms.listers["cold"].must_list = True
+    await list_cold(other)
+    began -= timedelta(seconds=committed.now_s)
+    await cold.unmark_milestone(id_of(10), "best", "now")
+    assert await cold.delete(id_of(10))
+    leftovers = Leftovers(home.rooms.context, cold)
+    committed.now_s += 300
+    for _ in range(26):
+        committed.now_s += 3600
+        await list_cold(home)
+        await leftovers.clear()
+        await list_cold(other)
+    assert not home.rooms.folder("cold", id_of(10)).exists()
+    assert known(other) == [20]
+    assert other.rooms.incidents.recent() == []
 
 
 async def test_a_checkpoint_without_a_shard_is_unreadable_on_every_node(

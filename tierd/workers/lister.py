@@ -26,9 +26,12 @@ from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.format.text import listed
 from tierd.lifecycle.policy import CheckpointView, deletions
 from tierd.tiers.tier import Tier
+from tierd.workers.leftovers import GRACE_S
 
 DELETION_S = 600.0  # what lacks only its manifest for less long may be in the middle of another daemon's deletion
-WHOLE_S = 24 * 3600.0  # how often a cold tier is listed on a node that is home of no run; at a random time, at most
+# How seldom a cold tier is listed on a node that is home of no run, at most. Before tombstones are cleared: what a
+# listing lacks without one is a loss.
+WHOLE_S = GRACE_S - 4 * 3600.0
 
 
 class Lister:
