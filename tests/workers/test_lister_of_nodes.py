@@ -27,7 +27,7 @@ from tierd.tiers.store import StoredObject
 from tierd.tiers.tier import Tier
 from tierd.workers.fresh_replica import whole_files
 from tierd.workers.leftovers import Leftovers
-from tierd.workers.lister import WHOLE_S
+from tierd.workers.lister import WAITING_MAX, WHOLE_S
 from tierd.workers.lookout import Lookout
 from tierd.workers.reaper import Reaper
 from tierd.workers.scrubber import Scrubber
@@ -285,6 +285,27 @@ async def test_a_look_finds_that_an_unreadable_checkpoint_was_put_right(
     await list_cold(other)
     assert other.rooms.catalog.known_cold(RUN) == {"cold"}
     assert known(other) == ([10, 20] if how == "mended" else [20])
+
+
+async def test_what_home_cannot_delete_costs_no_more_requests_with_each_checkpoint(
+    committed: Nodes, listings: Listings
+) -> None:
+    """The bucket retains it, or home is down."""
+    home, other, _ = committed.nodes
+    lifecycle = LifecycleConfig(hot=TierPolicy(keep_last=1), cold=ColdPolicy(keep_last=1, keep_every=0))
+    other.rooms.context.reload(msgspec.structs.replace(other.rooms.config, lifecycle=lifecycle))
+    for step in range(100, 100 + 2 * WAITING_MAX):
+        await home.rooms.commit("cold", run="another", step=step, sequence=step)
+    other.rooms.listers["cold"].must_list = True
+    await list_cold(other)
+    listings.take()
+    await list_cold(other)
+    looked = listings.take()
+    assert WAITING_MAX <= len(looked) < WAITING_MAX + 10
+    for step in range(100, 100 + WAITING_MAX):
+        assert await home.rooms.cold["cold"].delete(checkpoint_id("another", step, 1))
+    await list_cold(other)
+    assert known(other) == [10, 20, *range(100 + WAITING_MAX, 100 + 2 * WAITING_MAX)]
 
 
 async def test_a_look_finds_a_later_start_of_the_run(committed: Nodes, listings: Listings) -> None:

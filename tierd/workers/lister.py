@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Collection
+from heapq import nsmallest
 
 from tierd.catalog.decisions import decisions, deleted_elsewhere, lost
 from tierd.catalog.held import look_at
@@ -32,6 +33,7 @@ DELETION_S = 600.0  # what lacks only its manifest for less long may be in the m
 # How seldom a cold tier is listed on a node that is home of no run, at most. Before tombstones are cleared: what a
 # listing lacks without one is a loss.
 WHOLE_S = GRACE_S - 4 * 3600.0
+WAITING_MAX = 32  # that a look includes: the bucket may retain thousands for a month, and home may be down
 
 
 class Lister:
@@ -104,14 +106,16 @@ class Lister:
         return is_enough
 
     def _held(self, runs: Collection[Run]) -> list[CheckpointId]:
-        """What hot has, the newest in this tier of each of these runs, what of them cannot be read there, because a
-        person may put it right, and what home is to delete in this tier."""
+        """What hot has, the newest in this tier of each of these runs, the oldest of them that cannot be read there,
+        because a person may put it right, and the oldest that home is to delete in this tier."""
         catalog, name = self._catalog, self._tier.name
-        held = {*catalog.in_tier(HOT), *(each for each in catalog.tiers[name].unreadable if each.run in runs)}
         newest = [catalog.newest(run, name) for run in runs]
+        held = {*catalog.in_tier(HOT), *(each.id for each in newest if each is not None)}
         planned = deletions(decisions(catalog, self._context.config, with_kept=False))
         deleted = {deletion.checkpoint for deletion in planned if deletion.tier == name}
-        return sorted(held | deleted | {each.id for each in newest if each is not None}, key=lambda each: each.recency)
+        for waiting in (deleted, {each for each in catalog.tiers[name].unreadable if each.run in runs}):
+            held |= {*nsmallest(WAITING_MAX, waiting - held, key=lambda each: each.recency)}
+        return sorted(held, key=lambda each: each.recency)
 
     async def look(self) -> None:
         """List the tier now. Returns when a listing that began after this call has ended, with or without success."""
