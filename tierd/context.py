@@ -153,15 +153,21 @@ class DaemonContext:
     @property
     def runs_here(self) -> set[Run]:
         """The runs that have checkpoints in hot, trainers, or a watched folder on this node."""
-        in_hot = {checkpoint.run for checkpoint in self.catalog.in_tier(HOT)}
-        return in_hot | set(self.memory.runs()) | self.watched_nodes.keys()
+        return {checkpoint.run for checkpoint in self.catalog.in_tier(HOT)} | self._training
 
     @property
     def lists_cold(self) -> bool:
         """Whether this daemon lists the cold tiers at each interval: it is home of a run on this node, or no run is
-        here."""
-        runs = self.runs_here
+        here. While one trains here, a run that was on this node alone and has ended does not count: each node may have
+        one, and the home of the run that trains is home of that one, too."""
+        training = self._training
+        runs = {run for run in self.runs_here if not training or run in training or self.catalog.parts(run)}
         return not runs or any(map(self.is_home, runs))
+
+    @property
+    def _training(self) -> set[Run]:
+        """The runs with trainers or a watched folder on this node."""
+        return {*self.memory.runs(), *self.watched_nodes}
 
     def is_home(self, run: Run) -> bool:
         """Whether this daemon deletes and clears the run's checkpoints in cold tiers. Of a run over several nodes that

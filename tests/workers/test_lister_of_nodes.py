@@ -104,6 +104,33 @@ async def test_home_lists_the_tier_and_another_node_what_it_holds(committed: Nod
     assert known(other) == [10, 20]
 
 
+async def test_an_old_run_on_one_node_does_not_make_that_node_list_the_tier(
+    committed: Nodes, listings: Listings
+) -> None:
+    """Each node may have had a short test run, whose last checkpoint stays in hot. Home deletes what it has in cold."""
+    home, other, _ = committed.nodes
+    for step in (1, 2):
+        await other.rooms.commit("hot", "cold", run="test", step=step, sequence=step)
+    lifecycle = LifecycleConfig(hot=TierPolicy(keep_last=1), cold=ColdPolicy(keep_last=1, keep_every=0))
+    for node in (home, other):
+        node.rooms.context.reload(msgspec.structs.replace(node.rooms.config, lifecycle=lifecycle))
+    await other.rooms.list_tiers("hot")
+    listings.take()
+    await list_cold(other)
+    assert "" not in (looked := listings.take())
+    assert {layout.generation_prefix("test"), layout.checkpoint_prefix(checkpoint_id("test", 2, 1))} <= {*looked}
+    await list_cold(home)
+    assert "" in listings.take()
+    await Reaper(home.rooms.context).run_once()
+    assert other.rooms.steps("cold", "test") == [2]
+    await list_cold(other)
+    await Reaper(other.rooms.context).run_once()
+    assert other.rooms.steps("hot", "test") == [2]
+    assert other.rooms.incidents.recent() == []
+    await Scrubber(other.rooms.context, other.rooms.cold["cold"]).run_once()
+    assert scrubbed(other) == 1, "hot has what repairs it"
+
+
 async def test_another_node_lists_the_tier_once_a_day(committed: Nodes, listings: Listings) -> None:
     other = committed.nodes[1]
     committed.now_s += WHOLE_S

@@ -84,7 +84,8 @@ class Scrubber:
     def _is_own(self, run: Run) -> bool:
         """In a cold tier the daemon of rank 0 verifies a run: every node would read all of it. A run that is on none of
         its nodes is verified by the daemons of rank 0 of the others."""
-        return self._tier.name == HOT or (self._context.lists_cold and self._context.is_home(run))
+        context = self._context
+        return self._tier.name == HOT or (context.is_home(run) and (run in context.runs_here or context.lists_cold))
 
     async def _verify(self, checkpoint: CheckpointId, *, is_deep: bool) -> None:
         former = self._known.get(checkpoint)
