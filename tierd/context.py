@@ -179,7 +179,13 @@ class DaemonContext:
         if run in self.watched_nodes:
             return self.watched_nodes[run] == 0
         parts = self.catalog.parts(run)  # newest first
-        return not parts or (0 in parts[0].ranks and not self.is_continued_elsewhere(run, parts[0].generation))
+        if not parts:
+            return True
+        newest = next(entry.id for entry in self.catalog.entries(run) if HOT in entry.tiers)
+        # The last start may have been on this node alone. A restore also fetches whole checkpoints of other nodes.
+        is_alone = newest != parts[0].id and self.catalog.claims.was_claimed_here(run, newest.generation)
+        is_first, last = is_alone or 0 in parts[0].ranks, newest if is_alone else parts[0].id
+        return is_first and not self.is_continued_elsewhere(run, last.generation)
 
     def is_continued_elsewhere(self, run: Run, generation: int) -> bool:
         """Whether another node has claimed a newer generation of the run."""
