@@ -176,6 +176,23 @@ async def test_a_look_finds_a_checkpoint_that_others_have_committed(nodes: Nodes
 
 
 @pytest.mark.usefixtures("pages")
+async def test_a_look_at_a_new_checkpoint_lists_its_folder_once(committed: Nodes, listings: Listings) -> None:
+    """At 2,048 nodes the folder has 19 pages, and every node looks at each new checkpoint."""
+    home, other, _ = committed.nodes
+    for node in committed.nodes:
+        await node.send(30, number=3)
+    await committed.wait(90)
+    await home.rooms.cold["cold"].mark_diagnosis(id_of(30), Diagnosis(healthy=True))
+    listings.take()
+    await list_cold(other)
+    assert "" not in (looked := listings.take())
+    assert looked.count(layout.checkpoint_prefix(id_of(30))) == 1
+    assert (entry := other.rooms.catalog.get(id_of(30))) is not None
+    assert entry.healthy
+    assert id_of(30) in other.rooms.catalog.tiers["cold"].fingerprints
+
+
+@pytest.mark.usefixtures("pages")
 async def test_a_look_finds_that_home_has_deleted_a_checkpoint(committed: Nodes, listings: Listings) -> None:
     home, other, _ = committed.nodes
     assert await home.rooms.cold["cold"].delete(id_of(10))

@@ -58,11 +58,11 @@ async def _agrees(catalog: Catalog, tier: Tier, identities: Identities, checkpoi
     if catalog.in_tier(tier.name).get(checkpoint) is not known:
         return True  # this daemon has committed or deleted it meanwhile
     if checkpoint in listing.committed:
-        if known is None or _has_changed(catalog, tier, known, listing):
+        if known is None:  # if it cannot be read, that is known then
             await refresh_run(catalog, tier, checkpoint.run, identities, prefix=layout.checkpoint_prefix(checkpoint))
-        # If it could not be read, that is known now. Where it was known, and is another now, the tier is listed.
-        is_torn = known is not None and is_small and known.manifest.missing_file(files)
-        return known is None or not (is_torn or _is_another(catalog, tier, known, listing))
+            return True
+        is_torn = is_small and known.manifest.missing_file(files)
+        return not is_torn and await _has_entered(catalog, tier, known, listing)
     knowledge = catalog.tiers[tier.name]
     is_known_to_be_there = known is not None or checkpoint in knowledge.unreadable
     if layout.GONE in files and (is_known_to_be_there or knowledge.gone.get(checkpoint) is None):
@@ -87,13 +87,24 @@ async def _markers(tier: Tier, checkpoint: CheckpointId, *, with_shards: bool) -
     return listing
 
 
-def _has_changed(catalog: Catalog, tier: Tier, known: Entry, listing: Listing) -> bool:
-    """Whether a marker of the replica is new, or its manifest, or this daemon has not read the manifest yet."""
-    is_marked = listing.marks(known.id) <= known.milestones.get(tier.name, frozenset())
-    is_diagnosed = listing.diagnosis(known.id) in (None, known.diagnoses.get(tier.name))
-    return not (is_marked and is_diagnosed) or _is_another(catalog, tier, known, listing)
-
-
-def _is_another(catalog: Catalog, tier: Tier, known: Entry, listing: Listing) -> bool:
-    """Whether the manifest is not the one that this daemon has read in the tier."""
-    return catalog.tiers[tier.name].fingerprints.get(known.id) != listing.fingerprints[known.id]
+async def _has_entered(catalog: Catalog, tier: Tier, known: Entry, listing: Listing) -> bool:
+    """Enter the markers that the catalog lacks. False if the manifest is not the one that it has. That is read where no
+    listing has shown it here yet: its folder may have many pages, and is not listed again."""
+    checkpoint, manifest = known.id, known.held(tier.name)
+    if catalog.tiers[tier.name].fingerprints.get(checkpoint) != listing.fingerprints[checkpoint]:
+        (read,) = await tier.manifests([checkpoint])
+        if catalog.in_tier(tier.name).get(checkpoint) is not known:
+            return True
+        if read != manifest:
+            return False
+    diagnosis = listing.diagnosis(checkpoint)
+    catalog.enter_run(
+        tier.name,
+        {checkpoint: (manifest, listing.marks(checkpoint))},
+        {},
+        diagnoses={} if diagnosis is None else {checkpoint: diagnosis},
+        newer_format=(),
+        foreign=listing.foreign,
+        fingerprints=listing.fingerprints,
+    )
+    return True
