@@ -67,8 +67,9 @@ class Notifier(Protocol):
     def space_freed(self) -> None:
         """A replica was deleted: its tier has room again."""
 
-    def relist(self, tier: str) -> None:
-        """The catalog may be wrong about the tier: list it again."""
+    def relist(self, tier: str, *, is_wrong: bool = True) -> None:
+        """List the tier again. `is_wrong`: the catalog may be wrong about it. Otherwise it has not answered, and a node
+        that is not home need not list it, but look at what it holds."""
 
     def run_forgotten(self, run: Run) -> None:
         """The run's slots were given back to the system."""
@@ -149,6 +150,25 @@ class DaemonContext:
         """The same manifest, signed where there is a key."""
         return manifest if self.keyring is None else self.keyring.sign_manifest(manifest)
 
+    @property
+    def runs_here(self) -> set[Run]:
+        """The runs that have checkpoints in hot, trainers, or a watched folder on this node."""
+        return {checkpoint.run for checkpoint in self.catalog.in_tier(HOT)} | self._training
+
+    @property
+    def lists_cold(self) -> bool:
+        """Whether this daemon lists the cold tiers at each interval: it is home of a run on this node, or no run is
+        here. While one trains here, a run that was on this node alone and has ended does not count: each node may have
+        one, and the home of the run that trains is home of that one, too."""
+        training = self._training
+        runs = {run for run in self.runs_here if not training or run in training or self.catalog.parts(run)}
+        return not runs or any(map(self.is_home, runs))
+
+    @property
+    def _training(self) -> set[Run]:
+        """The runs with trainers or a watched folder on this node."""
+        return {*self.memory.runs(), *self.watched_nodes}
+
     def is_home(self, run: Run) -> bool:
         """Whether this daemon deletes and clears the run's checkpoints in cold tiers. Of a run over several nodes that
         is the daemon of rank 0, also when its trainers have left, until another node claims a newer generation; without
@@ -159,7 +179,13 @@ class DaemonContext:
         if run in self.watched_nodes:
             return self.watched_nodes[run] == 0
         parts = self.catalog.parts(run)  # newest first
-        return not parts or (0 in parts[0].ranks and not self.is_continued_elsewhere(run, parts[0].generation))
+        if not parts:
+            return True
+        newest = next(entry.id for entry in self.catalog.entries(run) if HOT in entry.tiers)
+        # The last start may have been on this node alone. A restore also fetches whole checkpoints of other nodes.
+        is_alone = newest != parts[0].id and self.catalog.claims.was_claimed_here(run, newest.generation)
+        is_first, last = is_alone or 0 in parts[0].ranks, newest if is_alone else parts[0].id
+        return is_first and not self.is_continued_elsewhere(run, last.generation)
 
     def is_continued_elsewhere(self, run: Run, generation: int) -> bool:
         """Whether another node has claimed a newer generation of the run."""

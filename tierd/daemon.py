@@ -379,8 +379,8 @@ class _Daemon:
     def space_freed(self) -> None:
         self._wakes["persist"].set()
 
-    def relist(self, tier: str) -> None:
-        self._listers[tier].must_list = True
+    def relist(self, tier: str, *, is_wrong: bool = True) -> None:
+        self._listers[tier].must_list |= is_wrong
         self._wakes[f"list {tier}"].set()
 
     def run_forgotten(self, run: Run) -> None:

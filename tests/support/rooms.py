@@ -118,7 +118,8 @@ class Rooms:
     def space_freed(self) -> None:
         self.events.append(("space_freed",))
 
-    def relist(self, tier: str) -> None:
+    def relist(self, tier: str, *, is_wrong: bool = True) -> None:
+        self.listers[tier].must_list |= is_wrong
         self.events.append(("relist", tier))
 
     def run_forgotten(self, run: Run) -> None:

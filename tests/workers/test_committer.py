@@ -632,6 +632,26 @@ async def test_before_a_commit_home_learns_of_a_newer_start_on_other_nodes(nodes
     assert not home.rooms.context.is_home(RUN)
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+async def test_home_is_the_node_on_which_alone_the_last_start_was(nodes: Nodes, *, is_own: bool) -> None:
+    """Its trainers have ended, and hot still has a part of the start before. The checkpoint of another node's start,
+    which a restore has fetched into hot, makes no home."""
+    rooms = nodes.nodes[1].rooms
+    await nodes.nodes[1].persist(10)
+    if is_own:
+        claim = Claim.new("second")
+        assert await rooms.context.claim(rooms.hot, RUN, Generation(2), claim)
+        assert await rooms.context.claim(rooms.cold["cold"], RUN, Generation(2), claim)
+    await rooms.commit("hot", step=20, generation=2)
+    await rooms.list_tiers()
+    for rank in nodes.nodes[1].ranks:
+        rooms.memory.leave(RUN, Rank(rank), now_s=0.0)
+    rooms.memory.forget_departed(now_s=1e12, grace_s=0.0)
+    assert rooms.context.is_home(RUN) is is_own
+    rooms.catalog.saw_generation(RUN, Generation(3))
+    assert not rooms.context.is_home(RUN)
+
+
 async def test_a_generation_that_was_claimed_here_and_never_began_does_not_end_the_office_of_home(nodes: Nodes) -> None:
     home = nodes.nodes[0]
     await home.persist(10)

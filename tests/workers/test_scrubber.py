@@ -19,7 +19,7 @@ from tests.support.s3 import BUCKET
 from tests.support.s3_store import s3_store
 from tests.support.waiting import wait_until
 from tierd.catalog.decisions import HaltReason, decisions, halted
-from tierd.catalog.listing import refresh
+from tierd.catalog.listing import refresh, refresh_run
 from tierd.config.sections import LimitsConfig, ScrubConfig
 from tierd.errors import TierUnreachable
 from tierd.format.manifest import Manifest
@@ -169,6 +169,22 @@ async def test_a_replica_that_cannot_be_repaired_does_not_count_and_halts_deleti
     await rooms.cold["cold"].delete(next(checkpoint for checkpoint in damaged if checkpoint.step == first))
     await rooms.look()
     assert len(scrub.damaged()) == 4
+
+
+async def test_a_listing_of_the_run_before_a_restore_does_not_end_known_damage(rooms: Rooms, tmp_path: Path) -> None:
+    """last_replica: hot would then give up the only good replica of two checkpoints."""
+    for step in range(1, 6):
+        made = await rooms.commit("hot", "cold", step=step, sequence=step * 10)
+        flip(tmp_path / "cold", made, made.files[0].name)
+    await rooms.look()
+    scrub = Scrub(rooms, rooms.cold["cold"], deep_share=1.0, repair=False)
+    await scrub.at(0.0)
+    await scrub.at(INTERVAL_S - 1)
+    assert len(scrub.damaged()) == 5
+    await refresh_run(rooms.catalog, rooms.cold["cold"], made.id.run, rooms.context.identities)
+    assert len(scrub.damaged()) == 5
+    assert not rooms.catalog.in_tier("cold")
+    assert deletions(decisions(rooms.catalog, rooms.config)) == []
 
 
 async def test_a_file_that_is_damaged_in_every_tier_is_retried_once_per_interval(rooms: Rooms, tmp_path: Path) -> None:

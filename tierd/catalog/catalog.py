@@ -198,6 +198,8 @@ class Catalog(Contents):
         """What a listing of one run has found besides what is known: replicas, and markers of known ones. It removes
         nothing: a listing of the whole tier may be under way, and an older one must not undo this one either."""
         for checkpoint, (manifest, milestones) in listed.items():
+            if checkpoint in self.tiers[tier].damaged:
+                continue  # no listing shows that its bytes are wrong
             entry = self._entries.get(checkpoint)
             if entry is None or tier not in entry.tiers:
                 self._touch(checkpoint, tier)

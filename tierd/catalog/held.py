@@ -6,7 +6,7 @@ costs one to three requests for each checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from tierd.catalog.catalog import Catalog
 from tierd.catalog.entry import Entry
@@ -22,10 +22,12 @@ AT_ONCE = 4
 PAGE_FILES = 900  # of a checkpoint: so many fit into one page of a listing, with its markers
 
 
-async def look_at(catalog: Catalog, tier: Tier, identities: Identities, held: Iterable[CheckpointId]) -> bool:
-    """Look at these checkpoints in the tier, and at the newest claim of their runs, and enter what has changed.
-    Returns False if one is gone without a tombstone, or has lost a file: only a listing of the tier can enter that.
-    Raises as the tier's store, and TierUnreachable when the tier is not the right place."""
+async def look_at(
+    catalog: Catalog, tier: Tier, identities: Identities, *, runs: Collection[Run], held: Iterable[CheckpointId]
+) -> bool:
+    """Look at these checkpoints in the tier, and at the newest claim of these runs, and enter what has changed.
+    Returns False if one is gone without a tombstone or has lost a file, or if its tombstone was cleared: only a listing
+    of the tier can enter that. Raises as the tier's store, and TierUnreachable when the tier is not the right place."""
     await identities.check(tier)
     differing: list[CheckpointId] = []
 
@@ -33,10 +35,9 @@ async def look_at(catalog: Catalog, tier: Tier, identities: Identities, held: It
         if not await _agrees(catalog, tier, identities, checkpoint):
             differing.append(checkpoint)
 
-    checkpoints = list(held)
-    for run in sorted({checkpoint.run for checkpoint in checkpoints}):
+    for run in sorted(runs):
         await _look_for_claim(catalog, tier, run)
-    await for_each(AT_ONCE, checkpoints, look)
+    await for_each(AT_ONCE, list(held), look)
     if not differing:
         catalog.looked(tier.name)
     return not differing
@@ -57,18 +58,21 @@ async def _agrees(catalog: Catalog, tier: Tier, identities: Identities, checkpoi
     if catalog.in_tier(tier.name).get(checkpoint) is not known:
         return True  # this daemon has committed or deleted it meanwhile
     if checkpoint in listing.committed:
-        if known is None or _has_changed(catalog, tier, known, listing):
+        if known is None:  # if it cannot be read, that is known then
             await refresh_run(catalog, tier, checkpoint.run, identities, prefix=layout.checkpoint_prefix(checkpoint))
-        # If it could not be read, that is known now. Where it was known, and is another now, the tier is listed.
-        is_torn = known is not None and is_small and known.manifest.missing_file(files)
-        return known is None or not (is_torn or _is_another(catalog, tier, known, listing))
-    if layout.GONE in files and (known or catalog.tiers[tier.name].gone.get(checkpoint) is None):
+            return True
+        is_torn = is_small and known.manifest.missing_file(files)
+        return not is_torn and await _has_entered(catalog, tier, known, listing)
+    knowledge = catalog.tiers[tier.name]
+    is_known_to_be_there = known is not None or checkpoint in knowledge.unreadable
+    if layout.GONE in files and (is_known_to_be_there or knowledge.gone.get(checkpoint) is None):
         save = (await tier.buried([checkpoint])).get(checkpoint)
         if catalog.in_tier(tier.name).get(checkpoint) is known:
-            if known is not None:
+            if is_known_to_be_there:
                 catalog.drop(checkpoint, tier.name)
             catalog.saw_gone(tier.name, checkpoint, save)
-    return known is None or layout.GONE in files
+    # After the tombstone was cleared, it is sent again if the policy selects it again: given all that the tier has now.
+    return layout.GONE in files or not (is_known_to_be_there or checkpoint in knowledge.gone)
 
 
 async def _markers(tier: Tier, checkpoint: CheckpointId, *, with_shards: bool) -> Listing:
@@ -83,13 +87,24 @@ async def _markers(tier: Tier, checkpoint: CheckpointId, *, with_shards: bool) -
     return listing
 
 
-def _has_changed(catalog: Catalog, tier: Tier, known: Entry, listing: Listing) -> bool:
-    """Whether a marker of the replica is new, or its manifest, or this daemon has not read the manifest yet."""
-    is_marked = listing.marks(known.id) <= known.milestones.get(tier.name, frozenset())
-    is_diagnosed = listing.diagnosis(known.id) in (None, known.diagnoses.get(tier.name))
-    return not (is_marked and is_diagnosed) or _is_another(catalog, tier, known, listing)
-
-
-def _is_another(catalog: Catalog, tier: Tier, known: Entry, listing: Listing) -> bool:
-    """Whether the manifest is not the one that this daemon has read in the tier."""
-    return catalog.tiers[tier.name].fingerprints.get(known.id) != listing.fingerprints[known.id]
+async def _has_entered(catalog: Catalog, tier: Tier, known: Entry, listing: Listing) -> bool:
+    """Enter the markers that the catalog lacks. False if the manifest is not the one that it has. That is read where no
+    listing has shown it here yet: its folder may have many pages, and is not listed again."""
+    checkpoint, manifest = known.id, known.held(tier.name)
+    if catalog.tiers[tier.name].fingerprints.get(checkpoint) != listing.fingerprints[checkpoint]:
+        (read,) = await tier.manifests([checkpoint])
+        if catalog.in_tier(tier.name).get(checkpoint) is not known:
+            return True
+        if read != manifest:
+            return False
+    diagnosis = listing.diagnosis(checkpoint)
+    catalog.enter_run(
+        tier.name,
+        {checkpoint: (manifest, listing.marks(checkpoint))},
+        {},
+        diagnoses={} if diagnosis is None else {checkpoint: diagnosis},
+        newer_format=(),
+        foreign=listing.foreign,
+        fingerprints=listing.fingerprints,
+    )
+    return True

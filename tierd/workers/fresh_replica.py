@@ -26,7 +26,7 @@ async def whole_files(
         files = await files_of(context.tiers[tier], entry.id)
     except TierdError as error:
         catalog.listing_failed(tier, str(error))
-        notify.relist(tier)
+        notify.relist(tier, is_wrong=False)
         failed_tiers.add(tier)
         return None
     if layout.MANIFEST not in files or layout.GONE in files:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Collection
+from heapq import nsmallest
 
 from tierd.catalog.decisions import decisions, deleted_elsewhere, lost
 from tierd.catalog.held import look_at
@@ -25,9 +27,13 @@ from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.format.text import listed
 from tierd.lifecycle.policy import CheckpointView, deletions
 from tierd.tiers.tier import Tier
+from tierd.workers.leftovers import GRACE_S
 
 DELETION_S = 600.0  # what lacks only its manifest for less long may be in the middle of another daemon's deletion
-WHOLE_S = 24 * 3600.0  # how often a cold tier is listed on a node that is home of no run; at a random time, at most
+# How seldom a cold tier is listed on a node that is home of no run, at most. Before tombstones are cleared: what a
+# listing lacks without one is a loss.
+WHOLE_S = GRACE_S - 4 * 3600.0
+WAITING_MAX = 32  # that a look includes: the bucket may retain thousands for a month, and home may be down
 
 
 class Lister:
@@ -86,31 +92,30 @@ class Lister:
     async def _look_at_held(self) -> bool:
         """Whether a look at what this node holds was enough. Raises TierUnreachable."""
         started_s = self._context.monotonic_s()
-        if self.must_list or self._tier.name == HOT or started_s >= self._list_at_s or self._is_home_of_any():
+        if self.must_list or self._tier.name == HOT or started_s >= self._list_at_s or self._context.lists_cold:
             return False
+        runs = self._context.runs_here
         try:
-            is_enough = await look_at(self._catalog, self._tier, self._context.identities, self._held())
+            is_enough = await look_at(
+                self._catalog, self._tier, self._context.identities, runs=runs, held=self._held(runs)
+            )
         except TierdError as error:
             self._catalog.listing_failed(self._tier.name, str(error))
             raise TierUnreachable(str(error)) from error
         self.listed_s = started_s if is_enough else self.listed_s
         return is_enough
 
-    def _is_home_of_any(self) -> bool:
-        """Whether this is home of a run that is on this node, or no run is."""
-        context = self._context
-        in_hot = {checkpoint.run for checkpoint in self._catalog.in_tier(HOT)}
-        runs = in_hot | set(context.memory.runs()) | context.watched_nodes.keys()
-        return not runs or any(map(context.is_home, runs))
-
-    def _held(self) -> list[CheckpointId]:
-        """What hot has, the newest in this tier of each of their runs, and what home is to delete in this tier."""
+    def _held(self, runs: Collection[Run]) -> list[CheckpointId]:
+        """What hot has, the newest in this tier of each of these runs, the oldest of them that cannot be read there,
+        because a person may put it right, and the oldest that home is to delete in this tier."""
         catalog, name = self._catalog, self._tier.name
-        held = set(catalog.in_tier(HOT))
-        newest = [catalog.newest(run, name) for run in {checkpoint.run for checkpoint in held}]
+        newest = [catalog.newest(run, name) for run in runs]
+        held = {*catalog.in_tier(HOT), *(each.id for each in newest if each is not None)}
         planned = deletions(decisions(catalog, self._context.config, with_kept=False))
         deleted = {deletion.checkpoint for deletion in planned if deletion.tier == name}
-        return sorted(held | deleted | {each.id for each in newest if each is not None}, key=lambda each: each.recency)
+        for waiting in (deleted, {each for each in catalog.tiers[name].unreadable if each.run in runs}):
+            held |= {*nsmallest(WAITING_MAX, waiting - held, key=lambda each: each.recency)}
+        return sorted(held, key=lambda each: each.recency)
 
     async def look(self) -> None:
         """List the tier now. Returns when a listing that began after this call has ended, with or without success."""

@@ -9,7 +9,7 @@ itself notes it as not known: a listing finds that after several timeouts of a r
 from __future__ import annotations
 
 from tierd.context import DaemonContext
-from tierd.errors import TierdError
+from tierd.errors import NotFound, TierdError
 from tierd.format import layout
 from tierd.format.manifest import Manifest
 from tierd.tiers.pool import while_answered
@@ -20,7 +20,8 @@ SILENCE_SHARE = 3  # one of so many parts of a request's timeout without any ans
 
 class Lookout:
     """Checks the newest checkpoint of each run in turn, because no daemon's policy deletes it: its manifest, and
-    every second time one of its other files."""
+    every second time one of its other files. A node that does not list the tier checks only its own runs: of others it
+    knows one that was the newest and may be deleted."""
 
     name = "list"
     is_urgent = False
@@ -39,7 +40,8 @@ class Lookout:
             if catalog.tiers[name].error != self._silence:  # else no listing has ended since
                 self._doubted.clear()  # the look was right
             return True  # the lister tries again by itself
-        newest = [manifest for run in catalog.runs() if (manifest := catalog.newest(run, name)) is not None]
+        runs = catalog.runs() if self._context.lists_cold else sorted(self._context.runs_here)
+        newest = [manifest for run in runs if (manifest := catalog.newest(run, name)) is not None]
         folders = tuple(layout.checkpoint_prefix(manifest.id) for manifest in newest)
         self._doubted = {key for key in self._doubted if key.startswith(folders)}
         if not newest:
@@ -52,22 +54,23 @@ class Lookout:
             if key not in self._doubted:
                 self._silence = f"look at {key} in {store.url}: no valid answer for {silence_s:.3g} s"
                 catalog.listing_failed(name, self._silence)
-            self._doubt(key)
+            self._doubt(key, is_wrong=False)
 
         look = store.stored_checksum(key)
         try:
             await while_answered(look, lambda: store.answered_s, silence_s=silence_s, on_silence=note_silence)
-        except (TierdError, TimeoutError):
-            self._doubt(key)
+        except (TierdError, TimeoutError) as error:
+            # A node that is not home looks at the newest checkpoint, but not at each file of it.
+            self._doubt(key, is_wrong=isinstance(error, NotFound) and not key.endswith(layout.MANIFEST))
         else:
             self._doubted.discard(key)
         return True
 
-    def _doubt(self, key: str) -> None:
+    def _doubt(self, key: str, *, is_wrong: bool) -> None:
         """A server that lists what it does not find, or that refuses a HEAD, is not listed each time."""
         if key not in self._doubted:
             self._doubted.add(key)
-            self._context.notify.relist(self._tier.name)
+            self._context.notify.relist(self._tier.name, is_wrong=is_wrong)
 
     def _key(self, manifest: Manifest, turn: int) -> str:
         key = layout.manifest_key(manifest.id)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tierd.context import DaemonContext
 from tierd.errors import Corrupt, Foreign, NewerFormat
 from tierd.format.audit import EventKind
-from tierd.format.ids import HOT, CheckpointId
+from tierd.format.ids import HOT, CheckpointId, Run
 from tierd.tiers.rate_limit import Bandwidth
 from tierd.tiers.tier import Tier
 from tierd.transfer.repair import repair_replica
@@ -53,22 +53,26 @@ class Scrubber:
 
     async def run_once(self) -> bool:
         """Repair known damage, then verify what is due. The replicas are spread evenly over the interval."""
-        if not self._catalog.tiers[self._tier.name].is_known:
+        knowledge = self._catalog.tiers[self._tier.name]
+        if not knowledge.is_known:
             return True
-        unreadable = self._catalog.tiers[self._tier.name].unreadable
+        unreadable = knowledge.unreadable
         self._known = {checkpoint: known for checkpoint, known in self._known.items() if checkpoint in unreadable}
-        for checkpoint in list(unreadable):
+        # What this daemon has found damaged does not count here until this daemon has verified it again.
+        for checkpoint in [each for each in unreadable if each in knowledge.damaged or self._is_own(each.run)]:
             known = self._known.get(checkpoint) or _Known(self._now_s(), is_deep=self._tier.store.is_local)
             if self._now_s() >= known.again_at_s:
                 await self._verify(checkpoint, is_deep=known.is_deep)
         while checkpoint := self._due():
-            await self._verify(checkpoint, is_deep=random.random() < self._config.deep_share)
+            if self._is_own(checkpoint.run):  # still
+                await self._verify(checkpoint, is_deep=random.random() < self._config.deep_share)
         return True
 
     def _due(self) -> CheckpointId | None:
         since_s = self._now_s() - self._round_started_s
         if not self._remaining and since_s >= self._config.interval_s:
-            self._remaining = [each for each in self._catalog.in_tier(self._tier.name) if self._is_own(each)]
+            own = {run for run in self._catalog.runs() if self._is_own(run)}
+            self._remaining = [each for each in self._catalog.in_tier(self._tier.name) if each.run in own]
             if not self._remaining:
                 return None
             random.shuffle(self._remaining)
@@ -77,9 +81,11 @@ class Scrubber:
         is_due = self._remaining and since_s * self._count >= done * self._config.interval_s
         return self._remaining.pop() if is_due else None
 
-    def _is_own(self, checkpoint: CheckpointId) -> bool:
-        """In a cold tier the daemon of rank 0 verifies a run: every node would read all of it."""
-        return self._tier.name == HOT or self._context.is_home(checkpoint.run)
+    def _is_own(self, run: Run) -> bool:
+        """In a cold tier the daemon of rank 0 verifies a run: every node would read all of it. A run that is on none of
+        its nodes is verified by the daemons of rank 0 of the others."""
+        context = self._context
+        return self._tier.name == HOT or (context.is_home(run) and (run in context.runs_here or context.lists_cold))
 
     async def _verify(self, checkpoint: CheckpointId, *, is_deep: bool) -> None:
         former = self._known.get(checkpoint)
