@@ -12,6 +12,7 @@ from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.workers.fresh_replica import is_newest_there
 from tierd.workers.reaper import Reaper
@@ -52,6 +53,13 @@ async def test_one_tier_that_has_it_is_enough(rooms: Rooms) -> None:
 async def test_an_older_one_does_not_do(rooms: Rooms) -> None:
     assert await ask(rooms, least=3) == (True, set())
     assert await ask(rooms, least=4) == (False, set())
+
+
+async def test_one_that_was_found_unhealthy_since_does_not_do(rooms: Rooms) -> None:
+    """Its verdict comes after the commit, and this node may list cold once a day."""
+    await rooms.cold["cold"].mark_diagnosis(at(3), Diagnosis(healthy=False))
+    assert await ask(rooms) == (False, set())
+    assert rooms.catalog.newest_in_cold(at(3).run) is None
 
 
 async def test_a_tier_that_does_not_answer_is_not_known_from_then_on(
