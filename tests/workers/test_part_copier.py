@@ -434,6 +434,33 @@ async def test_old_copy_with_a_damaged_node_file_takes_no_space_for_ever(two: Tw
         await copies.store.close()
 
 
+async def test_an_incomplete_copy_that_cannot_be_deleted_hides_no_other_at_a_start(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node may be lost with its disk: then the copies are all that is left of its parts."""
+    for step in (5, 6):
+        await two.both(step)
+        await two.copier.run_once()
+    shard = two.folder / RUN / id_of(4).name / SHARD
+    shard.parent.mkdir()
+    shard.write_bytes(b"begun")
+
+    def bad_sector(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    copies = PartCopies(two.here.config, two.here.context.keyring)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", bad_sector)
+        await copies.recover()
+    try:
+        assert [part.step for part in copies.of_run(RUN)] == [6, 5]
+        assert shard.exists()
+        await copies.recover()
+        assert not shard.parent.exists()
+    finally:
+        await copies.store.close()
+
+
 async def test_a_copy_leaves_room_for_the_next_part_of_this_node(
     two: TwoNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
