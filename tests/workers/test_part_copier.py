@@ -296,6 +296,25 @@ async def test_old_copies_go_when_every_node_has_a_newer_one(two: TwoNodes) -> N
     assert not (two.folder / RUN / id_of(5).name).exists()
 
 
+@pytest.mark.parametrize("is_known_by", ["the trainers", "cold"])
+async def test_a_copy_that_was_deleted_as_too_old_is_not_made_again(two: TwoNodes, is_known_by: str) -> None:
+    """The newest checkpoint is safe on every node, and the next one is not persisted yet. `is_known_by`: or the daemon
+    has restarted, and cold has the newest."""
+    for step in (6, 7):
+        await two.both(step)
+        await two.copier.run_once()
+    if is_known_by == "cold":
+        await two.newer_in_cold()
+    else:
+        two.here.catalog.saw_everywhere(id_of(7))
+    copied_bytes = two.here.count("tierd_peer_bytes_total", direction="in")
+    for _ in range(2):
+        assert await two.copier.run_once(), two.here.incidents.recent()
+        assert two.steps == [7]
+    assert two.here.count("tierd_peer_bytes_total", direction="in") == copied_bytes
+    assert two.copier.lag_s(RUN) == 0  # type: ignore[arg-type]
+
+
 async def test_copy_that_was_begun_and_is_too_old_now_is_deleted(two: TwoNodes) -> None:
     await two.both(5)
     two.tell(address="127.0.0.1:1")
