@@ -315,6 +315,26 @@ async def test_a_copy_that_was_deleted_as_too_old_is_not_made_again(two: TwoNode
     assert two.copier.lag_s(RUN) == 0  # type: ignore[arg-type]
 
 
+async def test_old_copies_whose_deletion_fails_are_deleted_later(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else would do it before the next start, and their space would be missing until then."""
+    for step in (5, 6, 7):
+        await two.both(step)
+        await two.copier.run_once()
+    two.here.catalog.saw_everywhere(id_of(7))
+
+    def bad_sector(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", bad_sector)
+        assert not await two.copier.run_once()
+    assert two.steps == [7]
+    assert await two.copier.run_once()
+    assert sorted(path.name for path in (two.folder / RUN).iterdir()) == [id_of(7).name]
+
+
 async def test_copy_that_was_begun_and_is_too_old_now_is_deleted(two: TwoNodes) -> None:
     await two.both(5)
     two.tell(address="127.0.0.1:1")

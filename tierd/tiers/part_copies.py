@@ -52,7 +52,7 @@ class PartCopies:
                     self.unreadable[checkpoint] = sum(listing.files[checkpoint].values())
             # Last: a file that cannot be deleted must not hide the copies that are complete.
             for checkpoint in listing.partial:
-                await self.tier.delete(checkpoint)
+                await self.delete(checkpoint)
             await self.store.sweep_partials(is_given_up=_always)
         except TierdError as error:
             log.warning("find the copies of other nodes' parts: %s", error.message)
@@ -98,12 +98,16 @@ class PartCopies:
         self.unreadable[part.id] = part.size_bytes
 
     async def delete(self, checkpoint: CheckpointId) -> None:
-        """Delete a copy, even an incomplete one. Raises as `Store.delete`."""
-        self._parts.pop(checkpoint, None)
+        """Delete a copy, even an incomplete one. Raises as `Store.delete`; what is left then counts as unreadable, so
+        that it is deleted later."""
+        part, left_bytes = self._parts.pop(checkpoint, None), self.unreadable.pop(checkpoint, 0)
         self._peers.pop(checkpoint, None)
-        self.unreadable.pop(checkpoint, None)
-        await self.tier.delete(checkpoint)
-        await self.store.sweep_partials(layout.checkpoint_prefix(checkpoint).rstrip("/"), is_given_up=_always)
+        try:
+            await self.tier.delete(checkpoint)
+            await self.store.sweep_partials(layout.checkpoint_prefix(checkpoint).rstrip("/"), is_given_up=_always)
+        except TierdError:
+            self.unreadable[checkpoint] = part.size_bytes if part is not None else left_bytes
+            raise
 
 
 def _always(key: str, written_at_s: float) -> bool:
