@@ -518,6 +518,28 @@ async def test_a_copy_leaves_room_for_the_next_part_of_this_node(
     assert two.steps == [5]
 
 
+async def test_a_copy_that_was_interrupted_continues_in_the_space_that_it_has(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has room for it and for the next part of this node, and not for it twice."""
+    await two.both(5)
+    folder, needed_bytes = two.folder / RUN / id_of(5).name, sum(map(two.size, (two.here, two.there)))
+
+    async def almost_full(_: object) -> int:
+        taken_bytes = sum(path.stat().st_blocks * 512 for path in folder.iterdir()) if folder.exists() else 0
+        return MARGIN_BYTES + needed_bytes + 4096 * len(THERE.ranks) - taken_bytes
+
+    async def breaks(self: Fetch, tier: ReadableTier, progress: Progress | None = None) -> None:
+        raise peer_store.PeerUnreachable("the link is down")
+
+    monkeypatch.setattr("tierd.workers.hot_space.free_bytes", almost_full)
+    with monkeypatch.context() as patch:
+        patch.setattr(Fetch, "take", breaks)
+        assert not await two.copier.run_once()
+    assert await two.copier.run_once(), two.here.incidents.recent()
+    assert two.steps == [5]
+
+
 async def test_copy_of_another_part_is_no_copy_of_the_partners_part(two: TwoNodes) -> None:
     """The nodes were paired anew within a generation, after a daemon came back with another domain."""
     await two.both(5)

@@ -163,8 +163,9 @@ class PartCopier:
                 raise Corrupt(f"copy {part.name} of {own.id} from {where}: it is a part of another checkpoint")
             if own.id in self._copies.unreadable:
                 await self._delete(own.id)
-            # A copy must leave room for the next part of this node.
-            if missing_bytes := await self._space.missing_bytes(part.size_bytes + own.size_bytes):
+            # A copy must leave room for the next part of this node. What was begun has its space already.
+            begun_bytes = self._begun[own.id].taken_bytes if own.id in self._begun else 0
+            if missing_bytes := await self._space.missing_bytes(part.size_bytes - begun_bytes + own.size_bytes):
                 raise Full(f"copy {part.name} of {own.id} into hot: {missing_bytes} bytes more are needed")
             fetch = Fetch(part, self._copies.store, reserves=context.keyring is not None)
             async with self._deleting:  # else what make_room deletes of an earlier attempt may be of this one
