@@ -73,6 +73,10 @@ def nothing_is_needed(*arguments: Any, **options: Any) -> set[Any]:
     return set()
 
 
+async def all_copies(copier: PartCopier, run: Any, *, is_full: bool) -> list[Any]:
+    return list(copier._copies.sizes(run))
+
+
 async def announce_only(copier: PartCopier, own: Any, partner: Any) -> None:
     copier._context.notify.send(own.id.run, wire.Copied(step=own.step, generation=own.generation))
 
@@ -98,7 +102,7 @@ UNHEALTHY = "an unhealthy step counts as safe"
 RESTORABLE = "what is safe on every node can not be restored"
 
 MUTATIONS: dict[str, tuple[object, str, object, set[str]]] = {
-    "copies are deleted at once": (PartCopier, "_needed", nothing_is_needed, {NEEDED}),
+    "copies are deleted at once": (PartCopier, "_not_needed", all_copies, {NEEDED}),
     "parts go by the policy alone": ("tierd.catalog.part_decisions", "parts_needed", nothing_is_needed, {NEEDED}),
     "what was not copied is announced": (PartCopier, "_copy", announce_only, {RESTORABLE}),
     "a copy has no shards": (Fetch, "finish", finish_nothing, {"a node file without whole files"}),

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
+from tierd.format.health import Diagnosis
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.workers.fresh_replica import is_newest_there
 from tierd.workers.reaper import Reaper
@@ -53,6 +55,13 @@ async def test_an_older_one_does_not_do(rooms: Rooms) -> None:
     assert await ask(rooms, least=4) == (False, set())
 
 
+async def test_one_that_was_found_unhealthy_since_does_not_do(rooms: Rooms) -> None:
+    """Its verdict comes after the commit, and this node may list cold once a day."""
+    await rooms.cold["cold"].mark_diagnosis(at(3), Diagnosis(healthy=False))
+    assert await ask(rooms) == (False, set())
+    assert rooms.catalog.newest_in_cold(at(3).run) is None
+
+
 async def test_a_tier_that_does_not_answer_is_not_known_from_then_on(
     rooms: Rooms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +91,32 @@ async def test_a_part_stays_when_cold_has_lost_the_newer_one_since_it_was_listed
         await rooms.list_tiers("cold")
         assert await Reaper(rooms.context).run_once()
         assert parts(rooms) == 3
+
+
+async def test_a_part_that_waits_for_cold_is_given_up_only_if_cold_still_has_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hot is full. A slower node may have the older steps only, so no restart could use what is left."""
+    rules = LifecycleConfig(hot=TierPolicy(keep_last=1), cold=ColdPolicy(keep_last=9))
+    async with rooms_at(tmp_path, lifecycle=rules) as rooms:
+        for step in range(1, 5):
+            rooms.seal(step, [b"state"], node=NODE, world_size=2, number=step)
+            await rooms.persister().run_once()
+        await rooms.commit("cold", step=6)
+        await rooms.list_tiers()
+        rooms.catalog.set_copying("cold", None)
+
+        async def no_space() -> int:
+            return 0
+
+        monkeypatch.setattr(rooms.hot_store, "free_bytes", no_space)
+        (rooms.folder("cold", at(6)) / layout.MANIFEST).unlink()
+        assert await Reaper(rooms.context).run_once()
+        assert parts(rooms) == 4
+        await rooms.commit("cold", step=6)
+        await rooms.list_tiers("cold")
+        assert await Reaper(rooms.context).run_once()
+        assert parts(rooms) < 4
 
 
 def parts(rooms: Rooms) -> int:

@@ -296,6 +296,45 @@ async def test_old_copies_go_when_every_node_has_a_newer_one(two: TwoNodes) -> N
     assert not (two.folder / RUN / id_of(5).name).exists()
 
 
+@pytest.mark.parametrize("is_known_by", ["the trainers", "cold"])
+async def test_a_copy_that_was_deleted_as_too_old_is_not_made_again(two: TwoNodes, is_known_by: str) -> None:
+    """The newest checkpoint is safe on every node, and the next one is not persisted yet. `is_known_by`: or the daemon
+    has restarted, and cold has the newest."""
+    for step in (6, 7):
+        await two.both(step)
+        await two.copier.run_once()
+    if is_known_by == "cold":
+        await two.newer_in_cold()
+    else:
+        two.here.catalog.saw_everywhere(id_of(7))
+    copied_bytes = two.here.count("tierd_peer_bytes_total", direction="in")
+    for _ in range(2):
+        assert await two.copier.run_once(), two.here.incidents.recent()
+        assert two.steps == [7]
+    assert two.here.count("tierd_peer_bytes_total", direction="in") == copied_bytes
+    assert two.copier.lag_s(RUN) == 0  # type: ignore[arg-type]
+
+
+async def test_old_copies_whose_deletion_fails_are_deleted_later(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else would do it before the next start, and their space would be missing until then."""
+    for step in (5, 6, 7):
+        await two.both(step)
+        await two.copier.run_once()
+    two.here.catalog.saw_everywhere(id_of(7))
+
+    def bad_sector(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", bad_sector)
+        assert not await two.copier.run_once()
+    assert two.steps == [7]
+    assert await two.copier.run_once()
+    assert sorted(path.name for path in (two.folder / RUN).iterdir()) == [id_of(7).name]
+
+
 async def test_copy_that_was_begun_and_is_too_old_now_is_deleted(two: TwoNodes) -> None:
     await two.both(5)
     two.tell(address="127.0.0.1:1")
@@ -434,6 +473,33 @@ async def test_old_copy_with_a_damaged_node_file_takes_no_space_for_ever(two: Tw
         await copies.store.close()
 
 
+async def test_an_incomplete_copy_that_cannot_be_deleted_hides_no_other_at_a_start(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node may be lost with its disk: then the copies are all that is left of its parts."""
+    for step in (5, 6):
+        await two.both(step)
+        await two.copier.run_once()
+    shard = two.folder / RUN / id_of(4).name / SHARD
+    shard.parent.mkdir()
+    shard.write_bytes(b"begun")
+
+    def bad_sector(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    copies = PartCopies(two.here.config, two.here.context.keyring)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", bad_sector)
+        await copies.recover()
+    try:
+        assert [part.step for part in copies.of_run(RUN)] == [6, 5]
+        assert shard.exists()
+        await copies.recover()
+        assert not shard.parent.exists()
+    finally:
+        await copies.store.close()
+
+
 async def test_a_copy_leaves_room_for_the_next_part_of_this_node(
     two: TwoNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,6 +515,28 @@ async def test_a_copy_leaves_room_for_the_next_part_of_this_node(
     assert two.steps == []
     free_bytes += 1
     assert await two.copier.run_once()
+    assert two.steps == [5]
+
+
+async def test_a_copy_that_was_interrupted_continues_in_the_space_that_it_has(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has room for it and for the next part of this node, and not for it twice."""
+    await two.both(5)
+    folder, needed_bytes = two.folder / RUN / id_of(5).name, sum(map(two.size, (two.here, two.there)))
+
+    async def almost_full(_: object) -> int:
+        taken_bytes = sum(path.stat().st_blocks * 512 for path in folder.iterdir()) if folder.exists() else 0
+        return MARGIN_BYTES + needed_bytes + 4096 * len(THERE.ranks) - taken_bytes
+
+    async def breaks(self: Fetch, tier: ReadableTier, progress: Progress | None = None) -> None:
+        raise peer_store.PeerUnreachable("the link is down")
+
+    monkeypatch.setattr("tierd.workers.hot_space.free_bytes", almost_full)
+    with monkeypatch.context() as patch:
+        patch.setattr(Fetch, "take", breaks)
+        assert not await two.copier.run_once()
+    assert await two.copier.run_once(), two.here.incidents.recent()
     assert two.steps == [5]
 
 

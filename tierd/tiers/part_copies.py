@@ -42,10 +42,7 @@ class PartCopies:
         """At the start: learns what is there, and deletes what is not complete. A failure is logged: the daemon does
         not need copies to serve its own node."""
         try:
-            await self.store.sweep_partials(is_given_up=_always)
             listing = await self.tier.listing()
-            for checkpoint in listing.partial:
-                await self.tier.delete(checkpoint)
             keys = {each: layout.file_key(each, names[0]) for each, names in listing.node_files.items()}
             for checkpoint, found in zip(keys, await self.tier.decode_many(list(keys.values())), strict=True):
                 if isinstance(found, NodeFile):
@@ -53,6 +50,10 @@ class PartCopies:
                 elif isinstance(found, TierdError):
                     log.warning("a copy of another node's part is left out: %s", found.message)
                     self.unreadable[checkpoint] = sum(listing.files[checkpoint].values())
+            # Last: a file that cannot be deleted must not hide the copies that are complete.
+            for checkpoint in listing.partial:
+                await self.delete(checkpoint)
+            await self.store.sweep_partials(is_given_up=_always)
         except TierdError as error:
             log.warning("find the copies of other nodes' parts: %s", error.message)
 
@@ -97,12 +98,16 @@ class PartCopies:
         self.unreadable[part.id] = part.size_bytes
 
     async def delete(self, checkpoint: CheckpointId) -> None:
-        """Delete a copy, even an incomplete one. Raises as `Store.delete`."""
-        self._parts.pop(checkpoint, None)
+        """Delete a copy, even an incomplete one. Raises as `Store.delete`; what is left then counts as unreadable, so
+        that it is deleted later."""
+        part, left_bytes = self._parts.pop(checkpoint, None), self.unreadable.pop(checkpoint, 0)
         self._peers.pop(checkpoint, None)
-        self.unreadable.pop(checkpoint, None)
-        await self.tier.delete(checkpoint)
-        await self.store.sweep_partials(layout.checkpoint_prefix(checkpoint).rstrip("/"), is_given_up=_always)
+        try:
+            await self.tier.delete(checkpoint)
+            await self.store.sweep_partials(layout.checkpoint_prefix(checkpoint).rstrip("/"), is_given_up=_always)
+        except TierdError:
+            self.unreadable[checkpoint] = part.size_bytes if part is not None else left_bytes
+            raise
 
 
 def _always(key: str, written_at_s: float) -> bool:

@@ -54,13 +54,17 @@ async def _forged(context: DaemonContext, entry: Entry, tier: str) -> str:
 async def is_newest_there(
     context: DaemonContext, run: Run, least: CheckpointId, failed_tiers: set[str], *, action: str, worker: str
 ) -> bool:
-    """fresh: whether a cold tier has the newest checkpoint of the run that the catalog knows in cold, and it is not
-    older than `least`."""
+    """fresh: whether a cold tier has the newest checkpoint of the run that the catalog knows in cold, it is not older
+    than `least`, and it was not found unhealthy since the last listing."""
     newest = context.catalog.newest_in_cold(run)
     entry = context.catalog.get(newest) if newest is not None else None
     if entry is None or entry.id.recency < least.recency:
         return False
     for tier in sorted(context.catalog.known_cold(run) & entry.tiers):
-        if await whole_files(context, entry, tier, failed_tiers, action=action, worker=worker) is not None:
+        files = await whole_files(context, entry, tier, failed_tiers, action=action, worker=worker)
+        if files is not None and layout.diagnosis_of(files) is False:
+            context.catalog.diagnosed(entry.id, tier, is_healthy=False)
+            return False
+        if files is not None:
             return True
     return False

@@ -129,9 +129,11 @@ class PartCopier:
 
     def _uncopied(self, run: Run, partner: Partner) -> list[NodeFile]:
         """This node's parts of the newest checkpoints without a copy of the partner's, newest first. Where the partner
-        is slower, also older ones than COPIED_MAX, until it has one of which there is a copy."""
+        is slower, also older ones than COPIED_MAX, until it has one of which there is a copy. None whose copy would be
+        deleted at once."""
         parts = self._context.catalog.parts(run)
-        own = [part for part in parts if part.generation == partner.generation]
+        needed = self._needed_least(run, [part.id for part in parts], is_full=False)
+        own = [part for part in parts if part.generation == partner.generation and part.id in needed]
         uncopied: list[NodeFile] = []
         has_newer = False
         for index, part in enumerate(own[:ASKED_MAX]):
@@ -161,8 +163,9 @@ class PartCopier:
                 raise Corrupt(f"copy {part.name} of {own.id} from {where}: it is a part of another checkpoint")
             if own.id in self._copies.unreadable:
                 await self._delete(own.id)
-            # A copy must leave room for the next part of this node.
-            if missing_bytes := await self._space.missing_bytes(part.size_bytes + own.size_bytes):
+            # A copy must leave room for the next part of this node. What was begun has its space already.
+            begun_bytes = self._begun[own.id].taken_bytes if own.id in self._begun else 0
+            if missing_bytes := await self._space.missing_bytes(part.size_bytes - begun_bytes + own.size_bytes):
                 raise Full(f"copy {part.name} of {own.id} into hot: {missing_bytes} bytes more are needed")
             fetch = Fetch(part, self._copies.store, reserves=context.keyring is not None)
             async with self._deleting:  # else what make_room deletes of an earlier attempt may be of this one
@@ -215,27 +218,34 @@ class PartCopier:
 
     async def _not_needed(self, run: Run, *, is_full: bool) -> list[CheckpointId]:
         """The copies that no restart may need, newest first. If that rests on a checkpoint in cold, cold has it now."""
-        without_cold = self._needed(run, None)
-        needed = self._needed_least(run, is_full=is_full)
-        if newest := next((copy for copy in self._copies.sizes(run) if copy in without_cold - needed), None):
+        copies = list(self._copies.sizes(run))
+        without_cold = self._needed(run, copies, None)
+        needed = self._needed_least(run, copies, is_full=is_full)
+        if newest := next((copy for copy in copies if copy in without_cold - needed), None):
             action, failed_tiers = f"delete the copy of {newest}", set[str]()
             is_there = await is_newest_there(self._context, run, newest, failed_tiers, action=action, worker=self.name)
             # Trainers may have come back, or a newer checkpoint may be known to be durable on every node.
-            needed = self._needed_least(run, is_full=is_full) if is_there else self._needed(run, None)
-        return [copy for copy in self._copies.sizes(run) if copy not in needed]
+            copies = list(self._copies.sizes(run))
+            needed = self._needed_least(run, copies, is_full=is_full) if is_there else self._needed(run, copies, None)
+        return [copy for copy in copies if copy not in needed]
 
-    def _needed_least(self, run: Run, *, is_full: bool) -> set[CheckpointId]:
+    def _needed_least(self, run: Run, checkpoints: list[CheckpointId], *, is_full: bool) -> set[CheckpointId]:
         """As `_needed`, given what cold has."""
         catalog = self._context.catalog
         has_left = run in catalog.left and run not in self._context.memory.runs()
-        return self._needed(run, catalog.newest_in_cold(run), is_cold_enough=is_full or has_left)
+        return self._needed(run, checkpoints, catalog.newest_in_cold(run), is_cold_enough=is_full or has_left)
 
     def _needed(
-        self, run: Run, newest_in_cold: CheckpointId | None, *, is_cold_enough: bool = False
+        self,
+        run: Run,
+        checkpoints: list[CheckpointId],
+        newest_in_cold: CheckpointId | None,
+        *,
+        is_cold_enough: bool = False,
     ) -> set[CheckpointId]:
-        """The copies that a restart may need: those of the checkpoints whose parts it may need."""
+        """Of these, those whose copies a restart may need: the same as of the parts."""
         return needed_parts(
-            list(self._copies.sizes(run)),
+            checkpoints,
             everywhere=self._context.catalog.everywhere.get(run),
             newest_in_cold=newest_in_cold,
             is_cold_enough=is_cold_enough,

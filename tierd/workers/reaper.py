@@ -274,7 +274,7 @@ class Reaper:
                 entry = catalog.get(action.checkpoint)
                 if entry is not None and entry.healthy is False and self._has_only_verdict(action):
                     continue
-                if action.action is Action.EVICT and not await self._is_elsewhere(action, set()):
+                if not await self._is_elsewhere(action, set()):
                     continue
                 confirm = partial(self._is_still_given_up, action, free_bytes)
                 try:
