@@ -105,7 +105,7 @@ def test_a_pivot_that_a_tier_has_stopped_is_completed_by_the_next_one(daemon: Da
         report = daemon.json("pivot", "--run", "run", "--name", "phase-1")
         assert (report["step"], list(report["archived"])) == (last, archived)
     assert not (out / SAMPLES).exists()
-    (out / SAMPLES).write_text("[1]")  # as of another phase
+    (out / SAMPLES).write_text("[0]")  # as of another phase: steps begin at 1
     assert list(daemon.json("pivot", "--run", "run", "--name", "phase-1")["archived"]) == [SAMPLES]
     versions = [each["version"] for each in daemon.json("sidecars", "--run", "run") if each["phase"] == "phase-1"]
     assert versions == [1, 2], "what the milestone had stays"
