@@ -293,6 +293,18 @@ async def test_a_limit_of_0_keeps_the_parts(node: OneNode) -> None:
     assert await node.after(100) == [1]
 
 
+async def test_a_longer_time_in_a_reloaded_config_counts_for_runs_that_have_left_already(node: OneNode) -> None:
+    """An operator sees that the parts will go, and wants them to stay."""
+    await node.persist(1)
+    assert await node.after(8) == [1]
+    assert node.rooms.catalog.left
+    limits = msgspec.structs.replace(node.rooms.config.limits, left_run_grace_s=30 * DAY_S)
+    node.rooms.context.reload(msgspec.structs.replace(node.rooms.config, limits=limits))
+    await node.in_cold(5)
+    assert await node.after(1) == [1]
+    assert await node.after(22) == []
+
+
 async def test_runs_on_one_node_and_runs_that_are_watched_here_never_leave(node: OneNode) -> None:
     await node.rooms.commit("hot", step=1, generation=1, run="alone")
     await node.rooms.commit("cold", step=5, generation=2, run="alone")
