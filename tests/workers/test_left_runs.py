@@ -11,13 +11,17 @@ import msgspec
 import pytest
 
 from tests.support.rooms import RUN, Rooms, rooms_at
+from tests.support.store_contract import BytesSource
 from tierd.catalog.decisions import decisions
 from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.errors import TierUnreachable
 from tierd.format import layout, wire
+from tierd.format.checksum import CHUNK_BYTES
 from tierd.format.claim import Claim
 from tierd.format.health import Diagnosis
 from tierd.format.ids import HOT, Generation, Rank, checkpoint_id
+from tierd.format.manifest import FileEntry
+from tierd.format.node_file import assemble
 from tierd.lifecycle.policy import Action
 from tierd.workers.left_runs import RESTART_S
 from tierd.workers.reaper import Reaper
@@ -65,6 +69,17 @@ class OneNode:
         """Another node has committed it."""
         await self.rooms.commit(tier, step=step, generation=2, **more)  # type: ignore[arg-type]
         await self.list_tier(tier)
+
+    async def commit_whole(self, step: int) -> None:
+        """The checkpoint of this part, with that of rank 0."""
+        (part,) = [each for each in self.rooms.catalog.parts(RUN) if each.step == step]
+        cold, entries = self.rooms.cold["cold"], list[FileEntry]()
+        for rank in (0, 1):
+            shard, key = f"rank {rank} step {step}".encode(), layout.file_key(part.id, layout.shard_name(Rank(rank), 2))
+            entries.append(
+                await cold.store.put(key, BytesSource(shard), size_bytes=len(shard), chunk_bytes=CHUNK_BYTES)
+            )
+        await cold.commit(assemble([msgspec.structs.replace(part, ranks=[0], files=entries[:1]), part]))
 
     async def list_tier(self, tier: str = "cold") -> None:
         """As once a day: until then this node only looks at what it holds."""
@@ -220,12 +235,34 @@ async def test_a_newer_one_that_no_claim_of_the_run_covers_replaces_nothing(node
 
 
 async def test_a_milestone_stays_until_cold_has_it_itself(node: OneNode) -> None:
-    await node.persist(1, milestone="best")
-    await node.persist(2)
+    await node.persist(1)
+    await node.persist(2, milestone="best")
     await node.in_cold(5)
     rules = LifecycleConfig(hot=TierPolicy(milestones=True), cold=ColdPolicy(keep_last=1, milestones=False))
     node.rooms.context.reload(msgspec.structs.replace(node.rooms.config, lifecycle=rules))
-    assert await node.after(8) == [1]
+    assert await node.after(8) == [2]
+
+
+async def test_what_stays_makes_no_checkpoint_in_cold_seem_to_be_of_another_node(tmp_path: Path) -> None:
+    """The run ended here, and the daemon has restarted since: it knows what it has written by what is in hot."""
+    clock = Clock()
+    options = {"now": clock.now, "monotonic_s": clock.monotonic_s}
+    rules = LifecycleConfig(hot=TierPolicy(keep_last=3), cold=ColdPolicy(keep_last=1, milestones=False, keep_every=0))
+    async with rooms_at(tmp_path, clocks=options, lifecycle=rules) as rooms:
+        before = OneNode(rooms, clock)
+        for tier in rooms.tiers.values():
+            assert await rooms.context.claim(tier, RUN, Generation(1), Claim(claim=NODE.claim))
+        await before.persist(1, milestone="best")
+        await before.persist(2, 3)
+        await before.commit_whole(3)
+    async with rooms_at(tmp_path, clocks=options, lifecycle=rules) as rooms:
+        await rooms.list_tiers()
+        rooms.catalog.set_copying("cold", None)
+        node = OneNode(rooms, clock)
+        assert await node.after(8) == [1, 3]
+        await node.list_tier()
+        assert rooms.catalog.doubts() == {}
+        assert rooms.incidents.recent() == []
 
 
 async def test_what_a_cold_tier_should_get_from_here_stays(node: OneNode) -> None:
@@ -291,6 +328,18 @@ async def test_a_limit_of_0_keeps_the_parts(node: OneNode) -> None:
     limits = msgspec.structs.replace(node.rooms.config.limits, left_run_grace_s=0.0)
     node.rooms.context.reload(msgspec.structs.replace(node.rooms.config, limits=limits))
     assert await node.after(100) == [1]
+
+
+async def test_a_longer_time_in_a_reloaded_config_counts_for_runs_that_have_left_already(node: OneNode) -> None:
+    """An operator sees that the parts will go, and wants them to stay."""
+    await node.persist(1)
+    assert await node.after(8) == [1]
+    assert node.rooms.catalog.left
+    limits = msgspec.structs.replace(node.rooms.config.limits, left_run_grace_s=30 * DAY_S)
+    node.rooms.context.reload(msgspec.structs.replace(node.rooms.config, limits=limits))
+    await node.in_cold(5)
+    assert await node.after(1) == [1]
+    assert await node.after(22) == []
 
 
 async def test_runs_on_one_node_and_runs_that_are_watched_here_never_leave(node: OneNode) -> None:

@@ -59,14 +59,19 @@ def spare_parts(
     waiting: Container[CheckpointId],
 ) -> set[CheckpointId]:
     """Of the parts in hot of a run that has left this node, those that go, whatever hot's policy keeps: a cold tier has
-    that checkpoint or a newer one. A milestone goes only if cold has the milestone itself. `known`: the cold tiers
-    whose contents are known. `waiting`: the checkpoints that a cold tier should get from here."""
-    return {
+    that checkpoint or a newer one. A milestone goes only if cold has the milestone itself. As long as any part of a
+    generation stays, so does its newest: without it, what cold has of the generation would seem to be of another node
+    (catalog/claims.py). `known`: the cold tiers whose contents are known. `waiting`: the checkpoints that a cold tier
+    should get from here."""
+    views = list(parts)
+    spare = {
         view.id
-        for view in parts
+        for view in views
         if newest_in_cold is not None
         and view.id.recency <= newest_in_cold.recency
         and not view.foreign
         and view.id not in waiting
         and (not view.milestones or any(tier in known for tier in view.tiers - {HOT}))
     }
+    newest = {view.id.generation: view.id for view in sorted(views, key=lambda view: view.id.recency)}
+    return spare - {newest[view.id.generation] for view in views if view.id not in spare}

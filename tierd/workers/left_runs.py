@@ -30,12 +30,12 @@ class LeftRuns:
     async def look(self) -> None:
         """Enter in the catalog which runs have left, and since when."""
         self.forget_present()
-        held, left = self._held(), self._context.catalog.left
+        held = self._held()
         self._seen_s = {run: at_s for run, at_s in self._seen_s.items() if run in held | self._present()}
         self._newest = {run: newest for run, newest in self._newest.items() if run in held}
         found: dict[Run, datetime] = {}
         for run in sorted(held - self._present()) if self._context.config.limits.left_run_grace_s else ():
-            if (since := left.get(run) or await self._left_since(run)) is not None:
+            if (since := await self._left_since(run)) is not None:
                 found[run] = since
         present = self._present()  # a trainer may have come meanwhile
         self._enter({run: since for run, since in found.items() if run not in present})
@@ -77,7 +77,7 @@ class LeftRuns:
         )
         if judge(self._newest.get(run, _LONG_AGO)) is None:
             return None
-        newest = await self._newest_file(run)
+        newest = context.catalog.left.get(run) or await self._newest_file(run)
         if newest is not None:
             self._newest[run] = newest
         return judge(newest)

@@ -34,7 +34,7 @@ from tierd.catalog.decisions import pending
 from tierd.format.health import Diagnosis
 from tierd.workers.committer import Committer
 
-GRACE_S = 900.0  # in place of a day: how long leftovers in cold stay
+GRACE_S = 900.0  # in place of a day: how long leftovers in cold stay, and how often a node that is not home lists cold
 COMMITTER_INTERVAL_S = 5.0
 IDLE_COMMITTER_S = 60.0  # where every job is on one node, and it has nothing to do
 RESTART_S = 15.0  # after the death of a node its job starts again
@@ -313,6 +313,7 @@ def _simulated(loop_random: random.Random) -> Iterator[None]:
         patch("tierd.health.examiner.examine_files", examine),
         patch("tierd.workers.open_copy.examine_files", examine),
         patch("tierd.workers.leftovers.GRACE_S", GRACE_S),
+        patch("tierd.workers.lister.WHOLE_S", GRACE_S),
         patch.object(Committer, "interval_s", COMMITTER_INTERVAL_S),
     ):
         yield
