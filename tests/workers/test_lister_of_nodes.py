@@ -245,6 +245,25 @@ async def test_a_checkpoint_that_is_gone_without_a_tombstone_is_reported_as_lost
     assert [each["kind"] for each in other.rooms.incidents.recent()] == ["lost"]
 
 
+@pytest.mark.parametrize("how", ["brought back", "deleted by home"])
+async def test_a_look_ends_the_report_of_a_loss(committed: Nodes, tmp_path: Path, how: str) -> None:
+    """A person restores it from another version of its objects, or home has cleared away what was left."""
+    home, other, _ = committed.nodes
+    folder = tmp_path / "cold" / RUN / id_of(10).name
+    await delete_in_hot(other, 10)
+    other.rooms.listers["cold"].must_list = True
+    folder.rename(tmp_path / "away")
+    await list_cold(other)
+    assert other.rooms.listers["cold"].lost == [id_of(10)]
+    if how == "brought back":
+        (tmp_path / "away").rename(folder)
+    else:
+        await home.rooms.cold["cold"].bury(id_of(10))
+    await list_cold(other)
+    assert other.rooms.listers["cold"].lost == []
+    assert known(other) == ([10, 20] if how == "brought back" else [20])
+
+
 async def test_a_deletion_that_this_node_did_not_expect_is_no_loss(
     committed: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,10 +65,11 @@ async def _agrees(catalog: Catalog, tier: Tier, identities: Identities, checkpoi
         return not is_torn and await _has_entered(catalog, tier, known, listing)
     knowledge = catalog.tiers[tier.name]
     is_known_to_be_there = known is not None or checkpoint in knowledge.unreadable
-    if layout.GONE in files and (is_known_to_be_there or knowledge.gone.get(checkpoint) is None):
+    is_missing = checkpoint in knowledge.missing
+    if layout.GONE in files and (is_known_to_be_there or is_missing or knowledge.gone.get(checkpoint) is None):
         save = (await tier.buried([checkpoint])).get(checkpoint)
         if catalog.in_tier(tier.name).get(checkpoint) is known:
-            if is_known_to_be_there:
+            if is_known_to_be_there or is_missing:
                 catalog.drop(checkpoint, tier.name)
             catalog.saw_gone(tier.name, checkpoint, save)
     # After the tombstone was cleared, it is sent again if the policy selects it again: given all that the tier has now.

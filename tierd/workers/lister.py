@@ -106,14 +106,15 @@ class Lister:
         return is_enough
 
     def _held(self, runs: Collection[Run]) -> list[CheckpointId]:
-        """What hot has, the newest in this tier of each of these runs, the oldest of them that cannot be read there,
-        because a person may put it right, and the oldest that home is to delete in this tier."""
+        """What hot has, the newest in this tier of each of these runs, the oldest of them that are lost or cannot be
+        read there, because a person may put it right, and the oldest that home is to delete in this tier."""
         catalog, name = self._catalog, self._tier.name
+        wrong = {*catalog.tiers[name].unreadable, *catalog.tiers[name].missing}
         newest = [catalog.newest(run, name) for run in runs]
         held = {*catalog.in_tier(HOT), *(each.id for each in newest if each is not None)}
         planned = deletions(decisions(catalog, self._context.config, with_kept=False))
         deleted = {deletion.checkpoint for deletion in planned if deletion.tier == name}
-        for waiting in (deleted, {each for each in catalog.tiers[name].unreadable if each.run in runs}):
+        for waiting in (deleted, {each for each in wrong if each.run in runs}):
             held |= {*nsmallest(WAITING_MAX, waiting - held, key=lambda each: each.recency)}
         return sorted(held, key=lambda each: each.recency)
 
