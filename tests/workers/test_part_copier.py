@@ -652,6 +652,32 @@ async def test_damaged_copy_is_not_served_any_more_and_is_copied_again(
     assert len(two.here.incidents.recent()) == 1
 
 
+async def test_a_copy_that_the_disk_could_not_read_once_stays_in_use(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node may be lost with its disk: nothing else would have the part."""
+    await two.both(5)
+    await two.copier.run_once()
+
+    def bad_sector(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    scrubber = CopyScrubber(two.here.context, two.copies)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", bad_sector)
+        assert await scrubber.run_once()
+    assert await scrubber.run_once()
+    assert (two.steps, two.here.incidents.recent()) == ([5], [])
+    two.tell(address="127.0.0.1:1")
+    scrubber = CopyScrubber(two.here.context, two.copies)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", bad_sector)
+        for expected in ([5], []):
+            assert await scrubber.run_once()
+            assert two.steps == expected
+    assert two.here.incidents.recent()[0]["kind"] == "corrupt"
+
+
 async def test_damaged_copy_of_a_node_that_has_gone_stays_for_a_person(two: TwoNodes) -> None:
     await two.both(5)
     await two.copier.run_once()

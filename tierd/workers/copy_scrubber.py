@@ -2,6 +2,7 @@
 
 It begins with the copies that an earlier daemon has left. A damaged copy is set aside: nothing reads it any more, and
 the copier fetches that part again if its node still has it. The damaged files stay until then, for a person to look at.
+A copy that the disk could not read is read once more in the next pass: its node may be lost, and this all that is left.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class CopyScrubber:
         self._bandwidth = Bandwidth(config.max_read_mib_s)
         self._due_s: dict[CheckpointId, float] = {}
         self._is_first_pass = True
+        self._had_read_error: set[CheckpointId] = set()  # at the last look
         self._failures = metrics.verify_failures_total.labels(tier=PEERS)
         self._scrubbed = metrics.scrubbed_checkpoints_total.labels(tier=PEERS, proof=Proof.DEEP.value)
 
@@ -43,12 +45,12 @@ class CopyScrubber:
         self._due_s = {copy: self._due_s.get(copy, new_due_s) for copy in copies}
         for checkpoint, part in copies.items():
             if self._due_s[checkpoint] <= now_s and self._copies.get(checkpoint) is part:
-                await self._verify(checkpoint, part)
-                self._due_s[checkpoint] = self._context.monotonic_s() + self._period_s
+                is_decided = await self._verify(checkpoint, part)
+                self._due_s[checkpoint] = self._context.monotonic_s() + (self._period_s if is_decided else 0.0)
         return True
 
-    async def _verify(self, checkpoint: CheckpointId, part: NodeFile) -> None:
-        """Raises TierUnreachable."""
+    async def _verify(self, checkpoint: CheckpointId, part: NodeFile) -> bool:
+        """False: it is to be read again soon. Raises TierUnreachable."""
         verification = await verify_files(self._copies.tier, part, bandwidth=self._bandwidth)
         problems = verification.sentences
         try:
@@ -57,10 +59,15 @@ class CopyScrubber:
         except (Corrupt, Foreign, NewerFormat, NotFound) as error:
             problems = [error.message, *problems]
         if self._copies.get(checkpoint) is not part:
-            return  # deleted meanwhile
+            return True  # deleted meanwhile
         self._scrubbed.inc()
+        if verification.has_read_error and checkpoint not in self._had_read_error:
+            self._had_read_error.add(checkpoint)
+            return False
+        self._had_read_error.discard(checkpoint)
         if problems:
             self._copies.set_aside(part)
             self._failures.inc(len(problems))
             error = Corrupt(f"scrub the copy of {part.name}: {'; '.join(problems[:3])}", hint=_HINT)
             self._context.incidents.record(self.name, error, checkpoint)
+        return True
