@@ -27,8 +27,8 @@ SHM, SHM_BYTES = Path("/dev/shm"), 4 << 30
 LAST_WORDS = 600  # characters
 
 
-def plan(*, full: bool, directory: Path, peers: Path, tiny: bool) -> dict[str, list[str]]:
-    """Name → command. All of it takes less than 20 minutes on 2 cores; `full` an hour."""
+def plan(*, full: bool, of_nodes: bool, directory: Path, peers: Path, tiny: bool) -> dict[str, list[str]]:
+    """Name → command. All of it takes less than 20 minutes on 2 cores; with `full` and `of_nodes`, an hour."""
     room = (memory_bytes("MemAvailable") / MIB) / (3 + STATES_HELD * len(WAYS))  # MiB of state, a little left over
     # Half of the memory at most: where it is nearly full, every way stalls for pages that the kernel has to find first.
     fits = max(size for size in (64, 128, 256, 512) if size <= max(64, room / 2))
@@ -53,6 +53,11 @@ def plan(*, full: bool, directory: Path, peers: Path, tiny: bool) -> dict[str, l
         commands["restore, many small tensors"] = ["restore.py", "--mib", "256", "--shape", "many"]
         commands["a small state, all ways"] = ["snapshot.py", "--mib", "256"]
         commands["snapshot, 1, 2 and 4 ranks"] = ["snapshot.py", "--mib", f"{fits}", *own, "--ranks", "1", "2", "4"]
+    if of_nodes:
+        requests = ["--nodes", "4", "16", "64", "--simulated", "64"]
+        commands["nodes, four with two ranks each"] = ["node_stall.py"]
+        commands["nodes, two, and one is lost"] = ["nodes.py"]
+        commands["nodes, requests to the bucket"] = ["node_requests.py", *requests]
     if tiny:
         less = {
             "snapshot": ["--ways", "torch.save", "DCP async_save, thread", "tierd", "--ranks", "1", "2"],
@@ -110,7 +115,13 @@ def main() -> None:
     args = parser.parse_args()
     path = args.docs / COLLECTED
     collected: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    commands = plan(full=args.full, directory=args.dir, peers=args.peers, tiny=args.tiny)
+    commands = plan(
+        full=args.full,
+        of_nodes=args.full or bool(args.only),
+        directory=args.dir,
+        peers=args.peers,
+        tiny=args.tiny,
+    )
     if not args.only:
         collected = {}
     for name, command in commands.items():
