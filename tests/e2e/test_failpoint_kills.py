@@ -76,7 +76,7 @@ PERSISTING: list[Group] = [
     [Kill("file.write@3"), Kill("sweep.unlink@1")],
     [Kill("tier.commit@1", anew=True), Kill("recover.delete@1")],
     [Kill("file.sync=ENOSPC@1 file.abandon=kill@1")],
-    [Kill("file.sync=ENOSPC@2 leftover.delete=kill@1")],
+    [Kill("file.sync=ENOSPC@3 leftover.delete=kill@1")],
 ]
 COPYING: list[Group] = [
     *each("cold.copy", 1, 2, 3),
