@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from functools import partial
+from functools import cache, partial
 
 from tierd.catalog.decisions import (
     decisions,
@@ -245,7 +245,7 @@ class Reaper:
                 self._selected.setdefault(decision.checkpoint, set()).add(decision.tier)
         entries = [entry for checkpoint in self._selected if (entry := self._catalog.get(checkpoint))]
         self._selected = {entry.id: self._selected[entry.id] - entry.tiers for entry in entries if HOT in entry.tiers}
-        is_home = self._context.is_home
+        is_home = cache(self._context.is_home)  # it goes through the checkpoints of the run
         own = [
             deletion
             for deletion in deletions(decided, self._context.config)
