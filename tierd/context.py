@@ -182,8 +182,10 @@ class DaemonContext:
         if not parts:
             return True
         newest = next(entry.id for entry in self.catalog.entries(run) if HOT in entry.tiers)
-        # The last start may have been on this node alone. A restore also fetches whole checkpoints of other nodes.
-        is_alone = newest != parts[0].id and self.catalog.claims.was_claimed_here(run, newest.generation)
+        # The last start may have been on this node alone. A restore also fetches whole checkpoints of other nodes, and
+        # of the start over several nodes whose claim is here, too.
+        is_later = newest.generation > parts[0].generation
+        is_alone = is_later and self.catalog.claims.was_claimed_here(run, newest.generation)
         is_first, last = is_alone or 0 in parts[0].ranks, newest if is_alone else parts[0].id
         return is_first and not self.is_continued_elsewhere(run, last.generation)
 

@@ -20,9 +20,11 @@ from tests.support.slots import CREATED_AT
 from tierd.api.operator import Operator
 from tierd.api.web_pages import WebPages
 from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
-from tierd.format.ids import Run, checkpoint_id
+from tierd.format import wire
+from tierd.format.ids import Rank, Run, checkpoint_id
 from tierd.format.manifest import file_entry
 from tierd.workers.reaper import Reaper
+from tierd.workers.scrubber import Scrubber
 
 COUNT = 10_000
 LIMIT_S = 0.15
@@ -118,3 +120,25 @@ async def test_status_and_passes(rooms: Rooms) -> None:
         assert await worker.run_once()
     for worker in workers:
         assert await longest_s(rooms, worker.run_once) < LIMIT_S, worker.name
+
+
+async def test_passes_of_the_scrub_with_many_that_cannot_be_read(tmp_path: Path) -> None:
+    """A later version has written them. This node is not home: what hot has of the run tells it, without a trainer."""
+    async with rooms_at(tmp_path, lifecycle=KEEP_ALL, clocks={"now": lambda: NOW}) as rooms:
+        fill(rooms, 1)
+        node = wire.NodeRanks(ranks=[1], lowest=[0, 1], claim="ab" * 16, base=4)
+        rooms.seal(10 * COUNT, [b"state"], run="run0", generation=11, node=node, world_size=2, number=COUNT + 1)
+        await rooms.persister().run_once()
+        rooms.memory.leave(Run("run0"), Rank(1), now_s=0.0)
+        rooms.memory.forget_departed(now_s=1e12, grace_s=0.0)
+        assert not rooms.context.is_home(Run("run0"))
+        unreadable = [checkpoint_id("run0", step, 20) for step in range(1, 3001)]
+        rooms.catalog.tiers["cold"].unreadable |= dict.fromkeys(unreadable, "it is of a later version")
+        scrubber = Scrubber(rooms.context, rooms.cold["cold"])
+
+        async def scrub() -> None:
+            await asyncio.sleep(0)
+            await scrubber.run_once()
+            await asyncio.sleep(0)
+
+        assert await longest_s(rooms, scrub) < LIMIT_S

@@ -652,6 +652,19 @@ async def test_home_is_the_node_on_which_alone_the_last_start_was(nodes: Nodes, 
     assert not rooms.context.is_home(RUN)
 
 
+async def test_a_whole_checkpoint_of_the_start_over_several_nodes_makes_no_second_home(nodes: Nodes) -> None:
+    """Each node claims the generation in its hot tier. A node without its part of the newest has fetched all of it."""
+    home, other = nodes.nodes[:2]
+    for node in (home, other):
+        await node.persist(10)
+        await node.rooms.commit("hot", step=20, generation=1)
+        await node.rooms.list_tiers()
+        for rank in node.ranks:
+            node.rooms.memory.leave(RUN, Rank(rank), now_s=0.0)
+        node.rooms.memory.forget_departed(now_s=1e12, grace_s=0.0)
+    assert [node.rooms.context.is_home(RUN) for node in (home, other)] == [True, False]
+
+
 async def test_a_generation_that_was_claimed_here_and_never_began_does_not_end_the_office_of_home(nodes: Nodes) -> None:
     home = nodes.nodes[0]
     await home.persist(10)

@@ -22,7 +22,7 @@ from tierd.api.peer_parts import PeerParts
 from tierd.config.sections import PeersConfig
 from tierd.context import Partner
 from tierd.format import layout, wire
-from tierd.format.ids import CheckpointId, Generation, checkpoint_id
+from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.format.peers import PeerAddress
@@ -538,6 +538,45 @@ async def test_a_copy_that_was_interrupted_continues_in_the_space_that_it_has(
         assert not await two.copier.run_once()
     assert await two.copier.run_once(), two.here.incidents.recent()
     assert two.steps == [5]
+
+
+async def test_the_interrupted_copy_of_a_former_partners_part_makes_room_for_that_of_the_new_one(
+    two: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes were paired anew within a generation. The disk has room for one copy and for the next part here."""
+    former, new = (msgspec.structs.replace(THERE, ranks=[rank]) for rank in (1, 2))
+    await two.persist(two.there, 5, former)
+    await two.persist(two.here, 5, HERE)
+    needed_bytes, folder = sum(map(two.size, (two.here, two.there))), two.folder / RUN / id_of(5).name
+
+    async def almost_full(_: object) -> int:
+        taken_bytes = sum(path.stat().st_blocks * 512 for path in folder.iterdir()) if folder.exists() else 0
+        return MARGIN_BYTES + needed_bytes + 4 * 4096 - taken_bytes
+
+    async def breaks(self: Fetch, tier: ReadableTier, progress: Progress | None = None) -> None:
+        await Fetch.take(self, tier, progress)
+        raise peer_store.PeerUnreachable("the link is down")
+
+    class Breaking(Fetch):
+        take = breaks
+
+    monkeypatch.setattr("tierd.workers.hot_space.free_bytes", almost_full)
+    with monkeypatch.context() as patch:
+        patch.setattr(part_copier, "Fetch", Breaking)
+        assert not await two.copier.run_once()
+    assert [*folder.iterdir()]
+    async with rooms_at(tmp_path / "new", keyring=two.here.context.keyring, peers=two.here.config.peers) as rooms:
+        await rooms.list_tiers()
+        parts = PeerParts(rooms.context, Restorer(rooms.context, judge_nothing))
+        await parts.start()
+        await two.persist(rooms, 5, new)
+        peer, name = rooms.context.peer_key.of(RUN), layout.node_file_name(2, 3)
+        assert peer is not None
+        two.here.context.partners[RUN] = Partner(Generation(1), peer, name)
+        assert await two.copier.run_once(), two.here.incidents.recent()
+        await parts.close()
+    assert {path.name for path in folder.iterdir()} == {name, layout.shard_name(Rank(2), 3)}
+    assert await almost_full(None) >= MARGIN_BYTES + two.size(two.here)
 
 
 async def test_copy_of_another_part_is_no_copy_of_the_partners_part(two: TwoNodes) -> None:

@@ -161,10 +161,12 @@ class PartCopier:
             assert isinstance(part, NodeFile)
             if part.head_digest != own.head_digest or not set(part.ranks).isdisjoint(own.ranks):
                 raise Corrupt(f"copy {part.name} of {own.id} from {where}: it is a part of another checkpoint")
-            if own.id in self._copies.unreadable:
+            begun = self._begun.get(own.id)
+            is_of_another_node = begun is not None and begun.manifest.files != part.files
+            if own.id in self._copies.unreadable or is_of_another_node:
                 await self._delete(own.id)
             # A copy must leave room for the next part of this node. What was begun has its space already.
-            begun_bytes = self._begun[own.id].taken_bytes if own.id in self._begun else 0
+            begun_bytes = begun.taken_bytes if begun is not None and not is_of_another_node else 0
             if missing_bytes := await self._space.missing_bytes(part.size_bytes - begun_bytes + own.size_bytes):
                 raise Full(f"copy {part.name} of {own.id} into hot: {missing_bytes} bytes more are needed")
             fetch = Fetch(part, self._copies.store, reserves=context.keyring is not None)

@@ -59,7 +59,8 @@ class Scrubber:
         unreadable = knowledge.unreadable
         self._known = {checkpoint: known for checkpoint, known in self._known.items() if checkpoint in unreadable}
         # What this daemon has found damaged does not count here until this daemon has verified it again.
-        for checkpoint in [each for each in unreadable if each in knowledge.damaged or self._is_own(each.run)]:
+        own = {run for run in {each.run for each in unreadable} if self._is_own(run)}
+        for checkpoint in [each for each in unreadable if each in knowledge.damaged or each.run in own]:
             known = self._known.get(checkpoint) or _Known(self._now_s(), is_deep=self._tier.store.is_local)
             if self._now_s() >= known.again_at_s:
                 await self._verify(checkpoint, is_deep=known.is_deep)
