@@ -111,7 +111,7 @@ def _select(query: CheckpointQuery, tiers: OpenedTiers, *, is_random: bool) -> C
         return select(query, replace(inventory, candidates=healthy)).candidate.id
     except NotFound as error:
         if not healthy:
-            raise NotFound(f"find a checkpoint in {query.tier}: it holds none that is healthy") from error
+            raise NotFound(f"find a checkpoint in {query.tier}: it holds none that is whole and healthy") from error
         raise
 
 
