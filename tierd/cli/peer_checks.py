@@ -126,7 +126,7 @@ async def _contact(address: str, fingerprint: str) -> _Contact:
         found = fingerprint_of(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
         if found != fingerprint:
             writer.close()
-            return _Contact(f"its certificate is sha256:{found}, and sha256:{fingerprint} was told")
+            return _Contact(f"its certificate is sha256:{found}, and the daemon here expects sha256:{fingerprint}")
     try:
         ahead_s = await _clock_ahead_s(address, reader, writer)
     except TimeoutError:  # the kernel accepts connections for a process that is stopped
