@@ -121,7 +121,7 @@ async def _contact(address: str, fingerprint: str) -> _Contact:
     except OSError as error:
         # asyncio puts the address into strerror. The codes of getaddrinfo are negative.
         is_of_system = error.errno is not None and error.errno > 0
-        return _Contact(os.strerror(error.errno).lower() if is_of_system else error.strerror or str(error))
+        return _Contact(os.strerror(error.errno or 0).lower() if is_of_system else error.strerror or str(error))
     if fingerprint:
         found = fingerprint_of(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
         if found != fingerprint:
