@@ -487,6 +487,7 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/show.py": "cli/test_verbs.py",
     "tierd/cli/run_requests.py": "cli/test_stop.py",
     "tierd/cli/status.py": "cli/test_ls.py",
+    "tierd/cli/folder_lines.py": "e2e/test_watch.py",
     "tierd/config/watches.py": "config/test_file.py",
     "tierd/config/reload.py": "e2e/test_cold_settings.py",
     "tierd/workers/drain.py": "test_daemon.py",

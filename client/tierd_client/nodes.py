@@ -1,6 +1,6 @@
-"""The nodes of a run: a node is the ranks whose daemon is the same one, known by the identifier of its start.
+"""Finds the nodes of a run. A node is the ranks that connect to the same daemon.
 
-Before they join, all ranks ask their daemons who they are. Host names play no part.
+Each start of a daemon has a random identifier, `boot`. All ranks exchange it before they join; host names are not used.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def partners(domains: Mapping[int, str]) -> dict[int, int]:
         (odd,) = middle
         # Such a pair exists unless a domain has more than half: the middle one's domain ends before one of the pairs.
         pairs = list(zip(first, second, strict=True))
-        one, other = next((pair for pair in pairs if domains[odd] not in map(domains.__getitem__, pair)), pairs[-1])
-        keeps |= {one: odd, odd: other, other: one}
+        left, right = next((pair for pair in pairs if domains[odd] not in map(domains.__getitem__, pair)), pairs[-1])
+        keeps |= {left: odd, odd: right, right: left}
     return keeps
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 from collections.abc import Generator
@@ -107,3 +108,18 @@ def test_clock_of_the_partner_that_is_wrong_is_named(tmp_path: Path) -> None:
                     assert verdict == "warning"
                     assert message.startswith(f"the clock of the node at {address} is ")
                     assert message.endswith(said)
+
+
+def test_a_partner_that_is_stopped_or_gone_is_a_problem(tmp_path: Path) -> None:
+    """The kernel goes on accepting connections for a process that is stopped."""
+    with handmade_nodes(tmp_path, 2) as nodes:
+        daemon, other = nodes.daemons
+        other.signal(signal.SIGSTOP)
+        verdict, message = doctor(daemon, "peers")["partner"]
+        assert verdict == "problem"
+        assert message.endswith("cannot be read: it is connected, and answers nothing within 3 s")
+        other.signal(signal.SIGCONT)
+        other.kill()
+        verdict, message = doctor(daemon, "peers")["partner"]
+        assert verdict == "problem"
+        assert message.endswith("cannot be read: connection refused")

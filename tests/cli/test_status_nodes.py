@@ -12,6 +12,7 @@ import pytest
 from tests.support.handmade_nodes import HandmadeNodes, handmade_nodes
 from tests.support.waiting import wait_until
 from tierd.cli.roster_table import print_roster
+from tierd.format import wire
 from tierd.format.peers import NodeAddress
 from tierd.status.node_reports import NewestPart, NodeReport
 from tierd.tiers.node_parts import ASK_S
@@ -56,6 +57,22 @@ def test_status_shows_every_node_and_what_it_lacks(tmp_path: Path) -> None:
         assert max(map(len, lines[begin : begin + 10])) <= 80
         assert "\x1b" not in printed
         nodes.daemons[3].signal(signal.SIGCONT)
+
+
+def test_the_restore_command_restores_what_only_the_nodes_together_have(tmp_path: Path) -> None:
+    """Also where a node is lost whose part has a copy."""
+    with handmade_nodes(tmp_path, 4) as nodes:
+        nodes.save(1)
+        for peer in nodes.ranks:
+            peer.send(wire.Everywhere(step=1))
+        wait_until(lambda: nodes.daemons[1].status()["runs"][0]["nodes"].get("everywhere"), "the daemon to note it")
+        nodes.daemons[0].kill()
+        printed = nodes.daemons[1].tierd("status").stdout.splitlines()
+        command = next(line.split("get it back:")[1] for line in printed if "get it back:" in line)
+        arguments = command.split()[3:-1]
+        assert arguments == ["restore", "--run", "run", "--to"]
+        restored = nodes.daemons[1].tierd(*arguments, tmp_path / "restored")
+        assert "restored run step 1 " in restored.stdout, restored.stderr
 
 
 def test_nodes_of_the_start_before_are_no_nodes_of_this_one(tmp_path: Path) -> None:

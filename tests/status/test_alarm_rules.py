@@ -232,6 +232,23 @@ def test_lost_checkpoints_that_are_back_are_still_named_and_so_is_that_they_are_
     assert named("cold had a marker and has none now") == "LOST: cold had a marker and has none now", "not listed since"
 
 
+@pytest.mark.parametrize(
+    ("alert", "wrong", "command"),
+    [
+        ("TierdCommitStalled", of_nodes(awaited={"cold": PART}), "tierd doctor --tier cold"),
+        ("TierdCommitStalled", of_nodes(awaited={"cold": PART}, roster=[node()]), "ssh n2 tierd doctor --tier cold"),
+        ("TierdDown", of_nodes(roster=[node(problem="connection refused")]), "ssh n2 tierd status"),
+        ("TierdPeerBehind", of_nodes(roster=[node(copy_lag_s=901.0)]), "ssh n2 tierd doctor"),
+    ],
+)
+def test_an_alarm_about_another_node_leads_to_that_node(alert: str, wrong: StatusReport, command: str) -> None:
+    """And not to the command that has printed it."""
+    (alarm,) = (each for each in alarms(wrong, NOW) if each.alert == alert)
+    assert alarm.command == command
+    if alert != "TierdCommitStalled":
+        assert "n2:9465" in alarm.message or "ranks 1 " in alarm.message
+
+
 def test_critical_alarms_come_first() -> None:
     wrong = status(lost=[LostReplica(run="gpt", step=1, generation=1, tier="cold")], halted=["unreadable_manifest: x"])
     assert [alarm.severity for alarm in alarms(wrong, NOW)] == [Severity.CRITICAL, Severity.WARNING]

@@ -60,12 +60,12 @@ async def doctor(
     """Check config, directories, daemon and buckets for mistakes. Deletes what it writes. With --state-gb, also whether
     disks, links and memory suffice for a run before its first step."""
     advice = await _check(settings_of(context), only)
-    if state_gb is not None and not any(one.check == "config" and one.verdict == "problem" for one in advice):
+    if state_gb is not None and not any(each.check == "config" and each.verdict == "problem" for each in advice):
         planned = Planned(int(state_gb * 1e9), every_s, every_steps)
         advice += await _forecast(settings_of(context).config(), planned, only)
     print_report(advice, as_json=json, text=_print)
-    problems = [one for one in advice if one.verdict == "problem"]
-    return problems[0].exit_code if problems else int(any(one.verdict == "warning" for one in advice))
+    problems = [each for each in advice if each.verdict == "problem"]
+    return problems[0].exit_code if problems else int(any(each.verdict == "warning" for each in advice))
 
 
 async def _forecast(loaded: Config, planned: Planned, only: str | None) -> list[Advice]:
@@ -73,14 +73,14 @@ async def _forecast(loaded: Config, planned: Planned, only: str | None) -> list[
     with suppress(DaemonUnreachable):  # reported by the other checks
         status = daemon_http.find(loaded).status
     found = await asyncio.to_thread(lambda: list(forecast_advice(loaded, planned, status)))
-    return [one for one in found if only in (None, one.about)]
+    return [each for each in found if only in (None, each.about)]
 
 
 def _print(advice: list[Advice]) -> None:
-    for one in advice:
-        print_result(f"{_MARKS[one.verdict]:<8} {one.about:<8} {one.message}")
-        if one.hint and one.verdict != "ok":
-            print_result(f"{'':<18}hint: {one.hint}")
+    for each in advice:
+        print_result(f"{_MARKS[each.verdict]:<8} {each.about:<8} {each.message}")
+        if each.hint and each.verdict != "ok":
+            print_result(f"{'':<18}hint: {each.hint}")
 
 
 async def _check(settings: Settings, only: str | None) -> list[Advice]:

@@ -78,22 +78,22 @@ def _print(drills: list[Drill]) -> None:
         ["TIER", "RUN", "STEP", "GEN", "SIZE", "TIME", "RATE", "VERIFIED"],
         [
             [
-                one.tier,
-                one.run or "",
-                "" if one.step is None else str(one.step),
-                "" if one.generation is None else str(one.generation),
-                "" if one.size_bytes is None else size(one.size_bytes),
-                "" if one.seconds is None else duration(one.seconds),
-                "" if one.bytes_per_s is None else f"{size(one.bytes_per_s)}/s",
-                "every chunk" if one.is_verified else "NO",
+                each.tier,
+                each.run or "",
+                "" if each.step is None else str(each.step),
+                "" if each.generation is None else str(each.generation),
+                "" if each.size_bytes is None else size(each.size_bytes),
+                "" if each.seconds is None else duration(each.seconds),
+                "" if each.bytes_per_s is None else f"{size(each.bytes_per_s)}/s",
+                "every chunk" if each.is_verified else "NO",
             ]
-            for one in drills
+            for each in drills
         ],
         right=("STEP", "GEN", "SIZE", "TIME", "RATE"),
     )
-    for one in drills:
-        if one.error is not None:
-            print_result(f"not proven: {one.tier}: {one.error}")
+    for each in drills:
+        if each.error is not None:
+            print_result(f"not proven: {each.tier}: {each.error}")
 
 
 def _select(query: CheckpointQuery, tiers: OpenedTiers, *, is_random: bool) -> CheckpointId:
@@ -104,24 +104,24 @@ def _select(query: CheckpointQuery, tiers: OpenedTiers, *, is_random: bool) -> C
         for candidate in inventory.candidates
         if query.tier in candidate.tiers and candidate.is_healthy is not False
     ]
-    matching = [one.id for one in healthy if query.matches(one.id, one.milestones)]
+    matching = [each.id for each in healthy if query.matches(each.id, each.milestones)]
     if matching and is_random:
         return random.choice(matching)
     try:
         return select(query, replace(inventory, candidates=healthy)).candidate.id
     except NotFound as error:
         if not healthy:
-            raise NotFound(f"find a checkpoint in {query.tier}: it holds none that is healthy") from error
+            raise NotFound(f"find a checkpoint in {query.tier}: it holds none that is whole and healthy") from error
         raise
 
 
-async def _restore(tiers: OpenedTiers, one: Drill, checkpoint: CheckpointId, scratch: Path) -> None:
-    one.run, one.step, one.generation = checkpoint.run, checkpoint.step, checkpoint.generation
-    tier = tiers.by_name[one.tier]
+async def _restore(tiers: OpenedTiers, report: Drill, checkpoint: CheckpointId, scratch: Path) -> None:
+    report.run, report.step, report.generation = checkpoint.run, checkpoint.step, checkpoint.generation
+    tier = tiers.by_name[report.tier]
     manifest = await tier.manifest(checkpoint)
-    one.size_bytes = manifest.size_bytes
-    with progress_bar(f"step {checkpoint.step} from {one.tier}", manifest.size_bytes) as progress:
+    report.size_bytes = manifest.size_bytes
+    with progress_bar(f"step {checkpoint.step} from {report.tier}", manifest.size_bytes) as progress:
         seconds = await drill_replica(tier, manifest, scratch, progress=progress)
-    one.seconds = round(seconds, 6)
-    one.bytes_per_s = round(manifest.size_bytes / max(seconds, 1e-6))
-    one.is_verified = True
+    report.seconds = round(seconds, 6)
+    report.bytes_per_s = round(manifest.size_bytes / max(seconds, 1e-6))
+    report.is_verified = True

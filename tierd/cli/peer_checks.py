@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -63,7 +64,7 @@ async def check_peers(config: Config, status: StatusReport) -> AsyncIterator[Adv
 async def _check_partner(run: str, address: str, fingerprint: str) -> AsyncIterator[Advice]:
     contact = await _contact(address, fingerprint)
     if contact.refusal:
-        message = f"the node at {address}, whose parts of {run} are copied here, accepts no connection: "
+        message = f"the node at {address}, whose parts of {run} are copied here, cannot be read: "
         hint = f"is its daemon running, and may this node open {address}? docs/RUNBOOK.md#peers"
         yield Advice("partner", "peers", "problem", message + contact.refusal, hint, PeerUnreachable.exit_code)
         return
@@ -84,7 +85,7 @@ async def _check_own(config: Config, status: StatusReport) -> Advice:
         message = f"the daemon does not serve parts at {config.peers.listen}: its config was another one at its start"
         return Advice("address", "peers", "warning", message, "restart the daemon")
     if why := (await _contact(address, status.peer_fingerprint)).refusal:
-        message = f"other nodes are told to read from {address}, which accepts no connection here: {why}"
+        message = f"other nodes are told to read from {address}, which cannot be read from here: {why}"
         hint = "set peers.advertise to a name or address of this node that other nodes can reach"
         return Advice("address", "peers", "problem", message, hint, PeerUnreachable.exit_code)
     with suppress(ValueError):
@@ -101,7 +102,7 @@ async def _check_own(config: Config, status: StatusReport) -> Advice:
 
 @dataclass(frozen=True, slots=True)
 class _Contact:
-    """`refusal`: why no connection can be opened, with TLS if there is a fingerprint; empty if one can. `ahead_s`: how
+    """`refusal`: why the node cannot be read, with TLS if there is a fingerprint; empty if it answers. `ahead_s`: how
     much the clock there is ahead of the one here, to the second; None if the answer does not say."""
 
     refusal: str = ""
@@ -118,13 +119,19 @@ async def _contact(address: str, fingerprint: str) -> _Contact:
     except ssl.SSLError as error:
         return _Contact(f"no TLS handshake: {error}")
     except OSError as error:
-        return _Contact(error.strerror or str(error))
+        # asyncio puts the address into strerror. The codes of getaddrinfo are negative.
+        is_of_system = error.errno is not None and error.errno > 0
+        return _Contact(os.strerror(error.errno or 0).lower() if is_of_system else error.strerror or str(error))
     if fingerprint:
         found = fingerprint_of(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
         if found != fingerprint:
             writer.close()
-            return _Contact(f"its certificate is sha256:{found}, and sha256:{fingerprint} was told")
-    ahead_s = await _clock_ahead_s(address, reader, writer)
+            return _Contact(f"its certificate is sha256:{found}, and the daemon here expects sha256:{fingerprint}")
+    try:
+        ahead_s = await _clock_ahead_s(address, reader, writer)
+    except TimeoutError:  # the kernel accepts connections for a process that is stopped
+        writer.close()
+        return _Contact(f"it is connected, and answers nothing within {CONNECT_TIMEOUT_S:.0f} s")
     writer.close()
     with suppress(OSError, TimeoutError):  # with TLS it waits until the other one has answered
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -133,17 +140,17 @@ async def _contact(address: str, fingerprint: str) -> _Contact:
 
 
 async def _clock_ahead_s(address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float | None:
-    """From the Date of the answer to a request without a token, which is refused."""
+    """From the Date of the answer to a request without a token, which is refused. Raises TimeoutError."""
     wrong = (ValueError, OverflowError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
-    with suppress(OSError, TimeoutError, *wrong):
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+    async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        with suppress(ConnectionError, ssl.SSLError, *wrong):
             writer.write(f"GET /parts/v1/ HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        for line in head.split("\r\n")[1:]:
-            name, _, value = line.partition(":")
-            if name.strip().lower() == "date":
-                date = parsedate_to_datetime(value.strip())
-                return (date.replace(tzinfo=date.tzinfo or UTC) - now()).total_seconds()
+            for line in head.split("\r\n")[1:]:
+                name, _, value = line.partition(":")
+                if name.strip().lower() == "date":
+                    date = parsedate_to_datetime(value.strip())
+                    return (date.replace(tzinfo=date.tzinfo or UTC) - now()).total_seconds()
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Annotated
 
 import typer
@@ -21,6 +21,7 @@ from tierd.catalog.decisions import halted, to_reap
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_note, print_report, print_result, size, table
+from tierd.cli.folder_lines import print_sidecars, print_watch
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
 from tierd.cli.roster_table import print_roster
@@ -30,7 +31,6 @@ from tierd.format.node_file import ranks_text
 from tierd.format.text import counted
 from tierd.status.alarm_rules import DISAPPEARED, alarms
 from tierd.status.disks import free_bytes, on_disk_of
-from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.node_reports import NewestCheckpoint, NewestPart
 from tierd.status.outlook import outlook
 from tierd.status.report import (
@@ -214,9 +214,9 @@ def _print(report: StatusReport, settings: Settings) -> None:
     for line in outlook(report):
         print_result(line)
     for watch in report.watches:
-        _print_watch(watch)
+        print_watch(watch)
     if report.sidecars is not None:
-        _print_sidecars(report.sidecars)
+        print_sidecars(report.sidecars)
     for tier in report.tiers:
         if tier.to_reap:
             left = counted(tier.to_reap, "checkpoint")
@@ -240,29 +240,6 @@ def _print(report: StatusReport, settings: Settings) -> None:
         print_result(f"failure {where}: {failure.message}{times}")
         if failure.hint:
             print_result(f"  hint: {failure.hint}")
-
-
-def _print_watch(watch: WatchReport) -> None:
-    node = f", node {watch.node} of {watch.nodes}" if watch.nodes > 1 else ""
-    what = f"watch {watch.path} ({watch.preset}) for {watch.run}{node}"
-    parts = [f"{what}: {watch.adopted} adopted since the daemon's start"]
-    parts += [] if watch.newest_step is None else [f"the newest of step {watch.newest_step}"]
-    parts += [f"{watch.pending} complete and not adopted yet"] if watch.pending else []
-    parts += [f"polled: {watch.polled_because}"] if watch.is_there and watch.polled_because else []
-    parts += [f"{watch.holder} adopts from it"] if watch.holder else []
-    print_result("; ".join(parts))
-    for problem in watch.problems:
-        print_result(f"  NOT ADOPTED: {problem}")
-    for line in (*watch.waiting, *watch.notes):
-        print_result(f"  {line}")
-
-
-def _print_sidecars(sidecars: SidecarReport) -> None:
-    behind = f"; the oldest change waits {duration(sidecars.behind_s)}" if sidecars.behind_s else ""
-    amount = f"{counted(sidecars.files, 'file')}, {size(sidecars.size_bytes)}"
-    print_result(f"sidecar files in {sidecars.path} for {sidecars.run}: {amount}{behind}")
-    for problem in sidecars.problems:
-        print_result(f"  NOT COPIED: {problem}")
 
 
 def _print_alarms(report: StatusReport, settings: Settings) -> None:
@@ -356,10 +333,10 @@ def _print_run(run: RunReport, settings: Settings, tiers: list[TierReport]) -> N
     if run.unhealthy_steps:
         steps = ", ".join(map(str, dict.fromkeys(run.unhealthy_steps)))  # a step may be of several generations
         print_result(f"  UNHEALTHY: step {steps}: numbers that are not finite, or a bad loss")
+    command = _restore_command(run, newest.values(), settings)
     nothing = "no tier here has a whole checkpoint; a restart of the run reads the parts of all nodes"
     nothing = f"  {nothing}" if nodes and nodes.parts and nodes.is_adopted is not True else "  nothing restorable"
-    print_result(f"  get it back:  {_restore_command(run, settings)}" if newest else nothing)
-    print_result("")
+    print_result(f"  get it back:  {command}" if command else nothing, "")
 
 
 def _risk(risk: RiskReport, tiers: list[TierReport]) -> str:
@@ -390,9 +367,15 @@ def _awaited(awaited: NewestPart) -> str:
     return f"waits for the parts of {awaited.whose}, of other nodes"
 
 
-def _restore_command(run: RunReport, settings: Settings) -> str:
-    """The command that restores the newest checkpoint of the run, ready to paste."""
-    newest = max((tier for tier in run.tiers.values() if tier), key=lambda one: (one.generation, one.step))
+def _restore_command(run: RunReport, whole: Iterable[NewestCheckpoint], settings: Settings) -> str:
+    """The command that restores the newest checkpoint of the run, ready to paste; empty if nothing can be restored."""
+    newest = max(whole, key=lambda checkpoint: checkpoint.recency, default=None)
+    everywhere = run.nodes.everywhere if run.nodes is not UNSET and run.nodes.roster else None
+    which, name = [], run.run  # without a step, `tierd restore` reads the parts of all nodes
+    if everywhere is None or (newest is not None and newest.recency >= everywhere.recency):
+        if newest is None:
+            return ""
+        which = ["--step", str(newest.step), "--generation", str(newest.generation)]
+        name = f"{run.run}-{newest.step}"
     config = ["--config", settings.config_file] if settings.config_file else []
-    which = ["--run", run.run, "--step", str(newest.step), "--generation", str(newest.generation)]
-    return shlex.join(["tierd", *config, "restore", *which, "--to", f"./restored-{run.run}-{newest.step}"])
+    return shlex.join(["tierd", *config, "restore", "--run", run.run, *which, "--to", f"./restored-{name}"])

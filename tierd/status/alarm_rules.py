@@ -14,13 +14,14 @@ from datetime import datetime
 from msgspec import UNSET
 
 from tierd.catalog.entry import NOT_LISTED_YET
+from tierd.config.sections import split_address
 from tierd.format.ids import HOT, MEMORY
 from tierd.format.node_file import ranks_text
 from tierd.format.text import counted, duration, listed, size
 from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
 from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
 from tierd.status.folder_reports import SidecarReport, WatchReport
-from tierd.status.node_reports import age_s
+from tierd.status.node_reports import NodeReport, age_s
 from tierd.status.report import (
     Alarm,
     FailureReport,
@@ -331,12 +332,14 @@ def _is_unhealthy(run: RunReport) -> bool:
 def _of_nodes(run: RunReport) -> Iterator[Alarm]:
     nodes = run.nodes
     assert nodes is not UNSET
+    roster = nodes.roster or []
     for tier, awaited in nodes.awaited.items():
         if awaited.age_s is not None and awaited.age_s > COMMIT_STALLED_S:
             missing = f"step {awaited.step} waits for the parts of {awaited.whose}"
             what = f"{run.run} commits nothing in {tier}: {missing}"
-            yield _alarm("TierdCommitStalled", WARNING, what, "commit-stalled", "tierd status")
-    roster = nodes.roster or []
+            late = next((node for node in roster if not set(node.ranks).isdisjoint(awaited.ranks)), None)
+            command = _on_node(late, f"tierd doctor --tier {tier}")
+            yield _alarm("TierdCommitStalled", WARNING, what, "commit-stalled", command)
     # A node without an address is not asked: its config has no peers.listen.
     if (silent := [node for node in roster if node.problem and node.address]) and run.state in (
         "running",
@@ -344,12 +347,21 @@ def _of_nodes(run: RunReport) -> Iterator[Alarm]:
         "failed",
     ):
         ranks = ranks_text(sorted(rank for node in silent for rank in node.ranks))
-        what = f"{len(silent)} of {len(roster)} nodes of {run.run} do not answer (ranks {ranks}): {silent[0].problem}"
-        yield _alarm("TierdDown", CRITICAL, what, "node-lost", "tierd status")
-    lag_s = max((node.copy_lag_s for node in roster if node.copy_lag_s is not None), default=0.0)
-    if lag_s > PEER_LATE_S:
-        what = f"a node of {run.run} has had no copy of its partner's part for {duration(lag_s)}"
-        yield _alarm("TierdPeerBehind", WARNING, what, "peers", "tierd doctor")
+        what = f"{len(silent)} of {len(roster)} nodes of {run.run} do not answer (ranks {ranks})"
+        what += f": {silent[0].address}: {silent[0].problem}"
+        yield _alarm("TierdDown", CRITICAL, what, "node-lost", _on_node(silent[0], "tierd status"))
+    last = max(roster, key=lambda node: node.copy_lag_s or 0.0, default=None)
+    if last is not None and last.copy_lag_s is not None and last.copy_lag_s > PEER_LATE_S:
+        whose = f"the node of ranks {ranks_text(last.ranks)} of {run.run}"
+        what = f"{whose} has had no copy of its partner's part for {duration(last.copy_lag_s)}"
+        yield _alarm("TierdPeerBehind", WARNING, what, "peers", _on_node(last, "tierd doctor"))
+
+
+def _on_node(node: NodeReport | None, command: str) -> str:
+    """The command as it is typed on this node. Without an address, the person has to find the node by its ranks."""
+    if node is None or node.is_here or not node.address:
+        return command
+    return f"ssh {shlex.quote(split_address(node.address)[0])} {command}"
 
 
 def _restart(run: RunReport) -> str:

@@ -24,6 +24,10 @@ class NewestCheckpoint(msgspec.Struct, kw_only=True):
     created_at: str
     age_s: float | None = None
 
+    @property
+    def recency(self) -> tuple[int, int]:
+        return self.generation, self.step
+
 
 def _word(is_adopted: bool | UnsetType) -> str:
     return "nodes" if is_adopted is True else "ranks"

@@ -1,7 +1,7 @@
 """The parts of checkpoints that the daemon of another node serves, as a store for reading. Spec: docs/FORMAT.md#peers.
 
 Bytes are not verified here. A request whose answer breaks off is sent again a few times, then PeerUnreachable is
-raised. With TLS, a server whose certificate is not the one that the node has told gets no request.
+raised. With TLS, no request is sent to a server whose certificate differs from the one in the node's address.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class PeerStore(AbstractAsyncContextManager["PeerStore"]):
             except PeerUnreachable as error:
                 failure = error
             except aiohttp.ServerFingerprintMismatch as error:
-                found = f"its certificate is sha256:{error.got.hex()}, and the trainers were told another one"
+                found = f"its certificate is sha256:{error.got.hex()}, and the trainers have sent another one"
                 raise PeerRestarted(f"{action}: {found}", hint=_HINT_RESTARTED) from error
             except aiohttp.ClientSSLError as error:
                 failure = PeerUnreachable(f"{action}: no TLS handshake: {error}", hint=_HINT_TLS)

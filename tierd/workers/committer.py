@@ -297,11 +297,11 @@ class Committer:
         context.notify.replicated()
 
 
-def _difference(one: NodeFile, other: NodeFile) -> str:
-    if one.claim != other.claim:
+def _difference(part: NodeFile, other: NodeFile) -> str:
+    if part.claim != other.claim:
         return "two starts of the run hold this generation"
     return "they differ in " + ", ".join(
-        name for name in Head.__struct_fields__ if getattr(one, name) != getattr(other, name)
+        name for name in Head.__struct_fields__ if getattr(part, name) != getattr(other, name)
     )
 
 

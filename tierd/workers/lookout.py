@@ -56,9 +56,9 @@ class Lookout:
                 catalog.listing_failed(name, self._silence)
             self._doubt(key, is_wrong=False)
 
-        look = store.stored_checksum(key)
+        request = store.stored_checksum(key)
         try:
-            await while_answered(look, lambda: store.answered_s, silence_s=silence_s, on_silence=note_silence)
+            await while_answered(request, lambda: store.answered_s, silence_s=silence_s, on_silence=note_silence)
         except (TierdError, TimeoutError) as error:
             # A node that is not home looks at the newest checkpoint, but not at each file of it.
             self._doubt(key, is_wrong=isinstance(error, NotFound) and not key.endswith(layout.MANIFEST))

@@ -58,6 +58,6 @@ class RunExpirer:
         await self._context.identities.check(tier)
         limit_s = self._context.now().timestamp() - self._context.config.limits.empty_run_grace_s
         objects = await tier.store.list(f"{run}/")
-        if any(layout.parse_generation_key(one.key) is None or one.written_at_s > limit_s for one in objects):
+        if any(layout.parse_generation_key(each.key) is None or each.written_at_s > limit_s for each in objects):
             return None
-        return sorted((one.key for one in objects), key=lambda key: (len(key), key))
+        return sorted((each.key for each in objects), key=lambda key: (len(key), key))
