@@ -57,7 +57,7 @@ def of_nodes(**fields: Any) -> StatusReport:
 
 
 def node(**fields: Any) -> NodeReport:
-    return NodeReport(ranks=[1], address="n2:9465", is_here=False, **fields)
+    return NodeReport(**{"ranks": [1], "address": "n2:9465", "is_here": False} | fields)
 
 
 def followed(*, behind_s: float = 0.0, **fields: Any) -> SidecarReport:
@@ -247,6 +247,13 @@ def test_an_alarm_about_another_node_leads_to_that_node(alert: str, wrong: Statu
     assert alarm.command == command
     if alert != "TierdCommitStalled":
         assert "n2:9465" in alarm.message or "ranks 1 " in alarm.message
+
+
+@pytest.mark.parametrize("address", ["-oProxyCommand=reboot:9465", "n2; reboot:9465", "$(reboot):9465", "n2", ""])
+def test_a_command_of_an_alarm_holds_no_address_that_a_shell_or_ssh_would_run(address: str) -> None:
+    wrong = of_nodes(roster=[node(problem="connection refused", copy_lag_s=901.0, address=address)])
+    commands = {alarm.command for alarm in alarms(wrong, NOW)}
+    assert commands == ({"tierd status", "tierd doctor"} if address else {"tierd doctor"})
 
 
 def test_critical_alarms_come_first() -> None:

@@ -7,6 +7,7 @@ here the same condition is named as soon as it is seen.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator
 from datetime import datetime
@@ -14,7 +15,6 @@ from datetime import datetime
 from msgspec import UNSET
 
 from tierd.catalog.entry import NOT_LISTED_YET
-from tierd.config.sections import split_address
 from tierd.format.ids import HOT, MEMORY
 from tierd.format.node_file import ranks_text
 from tierd.format.text import counted, duration, listed, size
@@ -48,6 +48,7 @@ FIRST_LISTING_S = 600.0  # of a large bucket, after the start of the daemon
 _PASSING = ("transient", "tier_unreachable")
 LISTED_LOST = 3
 DISAPPEARED = " disappeared from "  # of checkpoints, not of the marker of a tier
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]*")
 PIDS_MAX = 8  # in a sentence: the ranks of a node
 
 _HALTS = {  # by the reason: the alert, and the runbook's section
@@ -359,9 +360,9 @@ def _of_nodes(run: RunReport) -> Iterator[Alarm]:
 
 def _on_node(node: NodeReport | None, command: str) -> str:
     """The command as it is typed on this node. Without an address, the person has to find the node by its ranks."""
-    if node is None or node.is_here or not node.address:
-        return command
-    return f"ssh {shlex.quote(split_address(node.address)[0])} {command}"
+    host = "" if node is None or node.is_here else node.address.rpartition(":")[0].strip("[]")
+    # The address comes from another node. ssh takes a name that begins with "-" as an option.
+    return f"ssh {host} {command}" if _HOST.fullmatch(host) else command
 
 
 def _restart(run: RunReport) -> str:
