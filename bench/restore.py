@@ -40,7 +40,10 @@ MEMORY, HOT = "tierd: memory", "tierd: hot"
 def drop(folder: Path) -> None:
     """Every file below it out of the page cache: else it is memory that is measured."""
     for path in [one for one in folder.rglob("*") if one.is_file()] if folder.is_dir() else [folder]:
-        handle = os.open(path, os.O_RDONLY)
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:  # a daemon has renamed it meanwhile
+            continue
         try:
             os.fsync(handle)
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
