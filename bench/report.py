@@ -86,6 +86,7 @@ GOALS = [
         {"way": "persisting and replicating", "figure": "mb_beside_slots"},
     ),
     Goal("`tierd ls` of 10,000 checkpoints, s", 1.0, "daemon", {"way": "ls, 10,000 checkpoints", "figure": "s"}),
+    Goal("stall, four nodes / one", 1.1, "nodes", {"figure": "ratio"}, key="stall"),
 ]
 
 
