@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from ways import WAYS
 TIMEOUT_S = 1200.0
 SHM, SHM_BYTES = Path("/dev/shm"), 4 << 30
 LAST_WORDS = 600  # characters
+_PROGRESS = re.compile(r"^round \d+ of \d+\n", re.MULTILINE)
 
 
 def plan(*, full: bool, of_nodes: bool, directory: Path, peers: Path, tiny: bool) -> dict[str, list[str]]:
@@ -99,7 +101,7 @@ def run(command: list[str], timeout_s: float) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began),
         "failed": failed,
         "facts": [] if failed else lines,
-        "told": "" if failed else told.strip("\n"),
+        "told": "" if failed else _PROGRESS.sub("", told).strip("\n"),
     }
 
 
