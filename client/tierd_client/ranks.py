@@ -66,9 +66,9 @@ class Ranks:
             return work(), content
         result, error = _outcome(work)
         frame = self._frame(content)
-        frame[-1] = error is not None
         with _exchanging():
-            dist.all_reduce(frame, dist.ReduceOp.MAX, group=self._group)  # of rank 0's bytes and of zeros
+            frame[-1] = self._maximum_on_first(torch.tensor([error is not None], dtype=torch.uint8, device=CPU))[0]
+            dist.broadcast(frame, 0, group=self._group)
         if frame[-1]:
             self._raise_first(error)
         return cast("T", result), self._whole(content, frame)
@@ -92,10 +92,20 @@ class Ranks:
         """The maximum over the ranks, element by element."""
         if not self._groups:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64, device=CPU)
+        own = torch.tensor(values, dtype=torch.int64, device=CPU)
         with _exchanging():
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
-        return [int(value) for value in tensor]
+            highest = self._maximum_on_first(own)
+            dist.broadcast(highest, 0, group=self._group)
+        return [int(value) for value in highest]
+
+    def _maximum_on_first(self, own: torch.Tensor) -> torch.Tensor:
+        """On rank 0 the maximum over the ranks, element by element; elsewhere `own`.
+
+        For a broadcast from rank 0. In gloo's `all_reduce`, each element would pass all ranks one after the other, twice.
+        """
+        by_rank = own.new_empty((self.world_size if self.rank == 0 else 0, len(own)))
+        dist.gather(own, list(by_rank) or None, 0, group=self._group)
+        return by_rank.amax(0) if self.rank == 0 else own
 
     def background_maximum(self, values: Sequence[int], is_over: Callable[[], bool]) -> list[int]:
         """As `maximum`, for one thread that is not the training's. Raises Transient when a rank has gone, or when
