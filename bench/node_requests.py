@@ -47,6 +47,7 @@ from tierd.workers.committer import Committer  # noqa: E402
 KEYS = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_EC2_METADATA_DISABLED": "true"}
 SHARD = b"x"
 CRC = checksum.encode(checksum.crc64nvme(SHARD))
+COLLECTED = 64  # simulated nodes whose memory is freed together: a collection visits the objects of all nodes
 SENT_S = 60.0  # within which all simulated nodes have sent their parts
 
 
@@ -151,7 +152,7 @@ async def simulated(count: int, ranks: int, seed: int) -> dict[str, Any]:
         nodes.append((rng.uniform(0, SENT_S), rooms, Committer(rooms.context, tier, rng=random.Random(number)), part))
     nodes.sort(key=lambda each: each[0])
     last_s, manifest_key, committed_s = nodes[-1][0], layout.manifest_key(nodes[0][3].id), 0.0
-    unsent = list(nodes)
+    unsent, let_go = list(nodes), 0
     while nodes:
         clock.now_s += 1.0
         while unsent and unsent[0][0] <= clock.now_s:
@@ -165,7 +166,10 @@ async def simulated(count: int, ranks: int, seed: int) -> dict[str, Any]:
                 await node[2].run_once()
             if node[0] > clock.now_s or node[1].catalog.sent_parts("cold"):
                 nodes.append(node)
-        gc.collect()
+                continue
+            let_go += 1
+            if let_go % COLLECTED == 0:
+                gc.collect()
         if not committed_s and manifest_key in bucket.objects:
             committed_s = clock.now_s
     return {

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from tierd.api.peer_parts import PeerParts
 from tierd.config.sections import PeersConfig
 from tierd.context import Partner
 from tierd.format import layout, wire
-from tierd.format.ids import CheckpointId, Generation, Rank, checkpoint_id
+from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
 from tierd.format.peers import PeerAddress
@@ -71,9 +72,9 @@ class TwoNodes:
         await self.persist(self.there, step, THERE)
         await self.persist(self.here, step, HERE)
 
-    async def newer_in_cold(self) -> None:
+    async def newer_in_cold(self, run: str = RUN) -> None:
         """Step 7 is whole in cold."""
-        manifest = self.here.context.signed(await self.here.commit("cold", step=7))
+        manifest = self.here.context.signed(await self.here.commit("cold", step=7, run=run))
         (self.here.folder("cold", manifest.id) / layout.MANIFEST).write_bytes(manifest.encode())
         self.here.catalog.add(manifest, "cold")
 
@@ -83,11 +84,11 @@ class TwoNodes:
         assert entry is not None
         return entry.manifest.size_bytes
 
-    def tell(self, **changes: object) -> None:
-        peer = self.there.context.peer_key.of(RUN)
+    def tell(self, run: str = RUN, **changes: object) -> None:
+        peer = self.there.context.peer_key.of(Run(run))
         assert peer is not None
         partner = Partner(Generation(1), msgspec.structs.replace(peer, **changes), NODE_FILE)
-        self.here.context.partners[RUN] = partner
+        self.here.context.partners[Run(run)] = partner
 
     @property
     def steps(self) -> list[int]:
@@ -469,6 +470,60 @@ async def test_old_copy_with_a_damaged_node_file_takes_no_space_for_ever(two: Tw
         await two.newer_in_cold()
         assert await copier.make_room(1) > 0
         assert not path.parent.exists()
+    finally:
+        await copies.store.close()
+
+
+async def test_copies_of_a_run_stay_when_its_trainers_come_back_while_those_of_another_are_deleted(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {Run(RUN), Run("other")}
+    memory, catalog = two.here.memory, two.here.catalog
+    for run in runs:
+        two.tell(run)
+        for rooms, node in ((two.there, THERE), (two.here, HERE)):
+            await two.persist(rooms, 6, node, run=run)
+        await two.copier.run_once()
+        catalog.saw_everywhere(checkpoint_id(run, 6, 1))
+        await two.newer_in_cold(run)
+        for rank in memory.present(run):
+            memory.leave(run, rank, now_s=0.0)
+    memory.forget_departed(now_s=1e12, grace_s=0.0)
+    catalog.left = dict.fromkeys(runs, datetime.now(UTC))
+    deleted: list[CheckpointId] = []
+    delete = two.copies.delete
+
+    async def delete_slowly(checkpoint: CheckpointId) -> None:
+        deleted.append(checkpoint)
+        (back,) = runs - {checkpoint.run}
+        memory.enter(back, Generation(2), Rank(0), 3, HERE)
+        await delete(checkpoint)
+
+    monkeypatch.setattr(two.copies, "delete", delete_slowly)
+    await two.copier.run_once()
+    assert len(deleted) == 1
+    assert two.copies.runs() == runs - {deleted[0].run}
+
+
+async def test_an_incomplete_copy_that_cannot_be_deleted_keeps_no_other(
+    two: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = [two.folder / RUN / id_of(step).name / SHARD for step in (3, 4)]
+    for shard in shards:
+        shard.parent.mkdir(parents=True)
+        shard.write_bytes(b"begun")
+    unlink, is_first = os.unlink, iter([True])
+
+    def bad_sector(*arguments: Any, **at: Any) -> None:
+        if next(is_first, False):
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(*arguments, **at)
+
+    copies = PartCopies(two.here.config, two.here.context.keyring)
+    monkeypatch.setattr(os, "unlink", bad_sector)
+    try:
+        await copies.recover()
+        assert len([shard for shard in shards if shard.exists()]) == 1
     finally:
         await copies.store.close()
 

@@ -52,7 +52,10 @@ class PartCopies:
                     self.unreadable[checkpoint] = sum(listing.files[checkpoint].values())
             # Last: a file that cannot be deleted must not hide the copies that are complete.
             for checkpoint in listing.partial:
-                await self.delete(checkpoint)
+                try:
+                    await self.delete(checkpoint)
+                except TierdError as error:
+                    log.warning("delete an incomplete copy of another node's part: %s", error.message)
             await self.store.sweep_partials(is_given_up=_always)
         except TierdError as error:
             log.warning("find the copies of other nodes' parts: %s", error.message)

@@ -198,10 +198,11 @@ class PartCopier:
             for run, partner in self._context.partners.items()
             for own in self._uncopied(run, partner)[:COPIED_MAX]
         }
-        old = [each for each in self._begun if each not in wanted]
+        is_well = all([await self._delete(each) for each in list(self._begun) if each not in wanted])
         for run in self._copies.runs():
-            old += await self._not_needed(run, is_full=False)
-        return all([await self._delete(checkpoint) for checkpoint in old])
+            # At once, before the trainers of another run come back meanwhile.
+            is_well &= all([await self._delete(each) for each in await self._not_needed(run, is_full=False)])
+        return is_well
 
     async def _delete(self, checkpoint: CheckpointId, *, only_begun: bool = False) -> bool:
         """False when it could not be deleted. `only_begun`: keep a copy that was completed meanwhile, or is being
