@@ -101,7 +101,7 @@ class Ranks:
     def _maximum_on_first(self, own: torch.Tensor) -> torch.Tensor:
         """On rank 0 the maximum over the ranks, element by element; elsewhere `own`.
 
-        For a broadcast from rank 0. In gloo's `all_reduce`, each element would pass all ranks one after the other, twice.
+        For a broadcast from rank 0. In gloo's `all_reduce` each element passes all ranks one after the other, twice.
         """
         by_rank = own.new_empty((self.world_size if self.rank == 0 else 0, len(own)))
         dist.gather(own, list(by_rank) or None, 0, group=self._group)
