@@ -60,6 +60,7 @@ def plan(*, full: bool, of_nodes: bool, directory: Path, peers: Path, tiny: bool
         commands["nodes, four with two ranks each"] = ["node_stall.py"]
         commands["nodes, two, and one is lost"] = ["nodes.py"]
         commands["nodes, requests to the bucket"] = ["node_requests.py", *requests]
+        commands["nodes, 2,048 simulated"] = ["node_requests.py", "--nodes", "--simulated", "2048"]
     if tiny:
         less = {
             "snapshot": ["--ways", "torch.save", "DCP async_save, thread", "tierd", "--ranks", "1", "2"],
