@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -32,7 +33,8 @@ class Ranks:
         self.rank = rank
         self.world_size = world_size
         self._thread = threading.get_ident()
-        self._groups = [_new_group()] if world_size > 1 else []
+        # None: an exchange over it has failed.
+        self._groups: list[dist.ProcessGroup | None] = [_new_group()] if world_size > 1 else []
         self._background = _new_group(timeout=BACKGROUND_TIMEOUT) if world_size > 1 else None
         # A barrier: if a rank left now, it would break connections that other ranks are still opening.
         self.maximum([0])
@@ -49,7 +51,30 @@ class Ranks:
     @property
     def _group(self) -> dist.ProcessGroup:
         """The group of the calling thread."""
-        return self._groups[0] if threading.get_ident() == self._thread else self._groups[-1]
+        group = self._groups[self._index]
+        if group is None:
+            raise Transient("exchange with the other ranks: an earlier one failed", hint="has one of them died?")
+        return group
+
+    @property
+    def _index(self) -> int:
+        return 0 if threading.get_ident() == self._thread else -1
+
+    @contextlib.contextmanager
+    def _exchanging(self) -> Generator[None]:
+        """As the function, and a failed exchange closes the group's connections here. Only some ranks wait for the peer
+        that has gone. The others wait for these, and these may catch the error and live on."""
+        groups, index = self._groups, self._index
+        try:
+            with _exchanging():
+                yield
+        except Transient as error:
+            if error.__cause__ is not None:
+                # The last reference to the group keeps its connections open: that may be a local of a frame of torch.
+                traceback.clear_frames(error.__cause__.__traceback__)
+            _destroy(groups[index])
+            groups[index] = None
+            raise
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """What `work` returns here, once it has succeeded on every rank. Else all raise as `raise_on_all` does, so that
@@ -66,7 +91,7 @@ class Ranks:
             return work(), content
         result, error = _outcome(work)
         frame = self._frame(content)
-        with _exchanging():
+        with self._exchanging():
             frame[-1] = self._maximum_on_first(torch.tensor([error is not None], dtype=torch.uint8, device=CPU))[0]
             dist.broadcast(frame, 0, group=self._group)
         if frame[-1]:
@@ -93,7 +118,7 @@ class Ranks:
         if not self._groups:
             return list(values)
         own = torch.tensor(values, dtype=torch.int64, device=CPU)
-        with _exchanging():
+        with self._exchanging():
             highest = self._maximum_on_first(own)
             dist.broadcast(highest, 0, group=self._group)
         return [int(value) for value in highest]
@@ -131,7 +156,7 @@ class Ranks:
         if not self._groups:
             return content
         frame = self._frame(content)
-        with _exchanging():
+        with self._exchanging():
             dist.broadcast(frame, 0, group=self._group)
         return self._whole(content, frame)
 
@@ -153,7 +178,7 @@ class Ranks:
         rest = torch.empty(length - len(raw), dtype=torch.uint8, device=CPU)
         if self.rank == 0:
             rest.copy_(torch.frombuffer(bytearray(content[len(raw) :]), dtype=torch.uint8))
-        with _exchanging():
+        with self._exchanging():
             dist.broadcast(rest, 0, group=self._group)
         return raw + bytes(rest.numpy())
 
@@ -167,7 +192,7 @@ class Ranks:
         framed = len(content).to_bytes(8, "little") + content
         padded[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
-        with _exchanging():
+        with self._exchanging():
             dist.all_gather(gathered, padded, group=self._group)
         raws = [bytes(tensor.numpy()) for tensor in gathered]
         return [raw[8 : 8 + int.from_bytes(raw[:8], "little")] for raw in raws]

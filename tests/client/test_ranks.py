@@ -102,7 +102,11 @@ def _find_ranks(training: Training) -> None:
 
 
 def _wait_for_the_others(training: Training) -> None:
-    training.ranks.raise_on_all(None)
+    try:
+        training.ranks.raise_on_all(None)
+    except Transient as error:
+        training.error = error  # so that it lives on, with its traceback, as in an `except` clause
+        raise
 
 
 def test_three_ranks_exchange_values_and_errors(tmp_path: Path) -> None:
@@ -130,3 +134,22 @@ def test_three_ranks_exchange_values_and_errors(tmp_path: Path) -> None:
         for trainer in trainers[1:]:
             with pytest.raises(Transient, match="exchange with the other ranks"):
                 trainer.end()
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_dead_rank_ends_the_exchange_of_all_while_those_that_catch_the_error_live_on(
+    tmp_path: Path, killed: int
+) -> None:
+    with joined(tmp_path, 4) as trainers:
+        together(trainers, "apply", _find_ranks)
+        survivors = [trainer for trainer in trainers if trainer is not trainers[killed]]
+        for trainer in survivors:
+            trainer.begin("apply", _wait_for_the_others)
+        trainers[killed].kill()
+        for trainer in survivors:
+            with pytest.raises(Transient, match="exchange with the other ranks"):
+                trainer.end()
+        errors = refusals(survivors, "apply", _wait_for_the_others)
+        assert {(type(error), error.message) for error in errors} == {
+            (Transient, "exchange with the other ranks: an earlier one failed")
+        }
