@@ -57,7 +57,7 @@ def plan(*, full: bool, of_nodes: bool, directory: Path, peers: Path, tiny: bool
         commands["snapshot, 1, 2 and 4 ranks"] = ["snapshot.py", "--mib", f"{fits}", *own, "--ranks", "1", "2", "4"]
     if of_nodes:
         requests = ["--nodes", "4", "16", "64", "--simulated", "64"]
-        commands["nodes, four with two ranks each"] = ["node_stall.py"]
+        commands["nodes, four with two ranks each"] = ["node_stall.py", "--rounds", "40"]
         commands["nodes, two, and one is lost"] = ["nodes.py"]
         commands["nodes, requests to the bucket"] = ["node_requests.py", *requests]
         commands["nodes, 2,048 simulated"] = ["node_requests.py", "--nodes", "--simulated", "2048"]
