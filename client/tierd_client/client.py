@@ -111,7 +111,8 @@ class Client:
     def stopping(self) -> bool:
         """Whether the run should stop now: take a snapshot and leave the loop.
 
-        With several ranks, as of the last due() or snapshot(): it becomes true at the same step on all.
+        With several ranks, as of the last due() or snapshot(): it becomes true at the same step on all. On a single
+        rank, as of the first reading after due().
         """
         self._requests.check_between_steps()
         return bool(self._requests.reason)
@@ -248,7 +249,7 @@ class Client:
             if self._state is not None:
                 self._snapshotter.prepare(self._state)
             self._snapshotter.overlap.poll()
-            is_requested = self._requests.at(step)
+            is_requested = self._requests.due(step)
             settings = self._generation.settings
             step_s = self._step_times.report(settings.report_s)
             if step_s is not None:

@@ -73,6 +73,8 @@ class StopRequests:
         self._interrupted_s: float | None = None
         self._is_forced = False
         self._grace_used_s = 0.0  # by snapshots since the stop request
+        self._is_asked = False  # by `due`, for a step of which no snapshot was taken yet
+        self._is_decided = False  # whether that step stops a single rank
         self._made: set[RequestKind] = set()  # by a check of clock or file: each is made once
         self._every_s = 0.0
         self._follows_daemon = False
@@ -111,9 +113,16 @@ class StopRequests:
 
     # ── the training thread ──
 
+    def due(self, step: int) -> bool:
+        """As `at`, for a loop that asks after each step."""
+        is_requested = self.at(step)
+        self._is_asked = True
+        return is_requested
+
     def at(self, step: int) -> bool:
         """Apply the requests that take effect at this step. True when a snapshot of it was requested."""
         now_s = time.monotonic()
+        self._is_decided = False
         if step != self.last_step:
             self.last_step = step
             self.pace.stepped(now_s)
@@ -128,8 +137,11 @@ class StopRequests:
         return step == self._snapshot_step
 
     def check_between_steps(self) -> None:
-        """A single rank need not wait for the end of a step to see that it should stop."""
-        if self._ranks.world_size == 1:
+        """A single rank need not wait for the end of a step to see that it should stop. After `due`, the first check
+        counts for that step: by a second answer, a loop would leave without the snapshot that it has not taken by the
+        first."""
+        if self._ranks.world_size == 1 and not self._is_decided:
+            self._is_decided = self._is_asked
             if time.monotonic() >= self._next_poll_s:
                 self._poll()
             kinds = self._agreement.take_requests()
@@ -182,6 +194,7 @@ class StopRequests:
 
     def taken(self, step: int, stall_s: float, milestone: str | None) -> None:
         """A snapshot was taken: answer the operators who asked for it."""
+        self._is_asked = self._is_decided = False  # a stop loses nothing now
         self._interval_started_s = time.monotonic()
         self.pace.stages_s.append(stall_s)
         self._use_grace(stall_s)
@@ -194,6 +207,7 @@ class StopRequests:
                 self._agreement.request(RequestKind.SNAPSHOT)
 
     def not_taken(self, error: BaseException, stall_s: float) -> None:
+        self._is_decided = self._is_asked  # the next step stops, with a snapshot that may wait longer for a slot
         self._use_grace(stall_s)
         self._interval_started_s = float("-inf")  # by time, a snapshot is still due
         if not isinstance(error, TierdError):

@@ -111,12 +111,52 @@ def test_time_of_the_last_snapshot_counts_against_the_grace_time(lab: Lab) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stop_signal_is_seen_at_once_by_a_single_rank(lab: Lab, number: signal.Signals) -> None:
-    assert not lab.requests.at(1)
-    assert not is_stopping(lab)
+    assert not lab.requests.due(1)
     signal.raise_signal(number)
     assert is_stopping(lab)
     assert lab.requests.reason == "a signal"
     assert not lab.requests.at(2), "a stop request makes no snapshot due: the loop asks `stopping`"
+
+
+def test_loop_without_due_sees_a_stop_signal_at_once(lab: Lab) -> None:
+    lab.requests.at(1)
+    lab.requests.taken(1, 0.1, None)
+    assert not is_stopping(lab)
+    lab.requests.at(2)
+    lab.requests.not_taken(SlotsBusy("no slot"), 0.1)
+    assert not is_stopping(lab)
+    signal.raise_signal(signal.SIGTERM)
+    assert is_stopping(lab)
+
+
+def test_stop_signal_between_two_readings_of_a_step_counts_from_the_next_step(lab: Lab) -> None:
+    """Else a loop would take no snapshot by the first reading, and leave by the second."""
+    assert not lab.requests.due(1)
+    assert not is_stopping(lab)
+    signal.raise_signal(signal.SIGTERM)
+    assert not is_stopping(lab)
+    assert not lab.requests.due(2)
+    assert is_stopping(lab)
+
+
+def test_stop_signal_after_the_snapshot_of_a_step_is_seen_at_once(lab: Lab) -> None:
+    lab.requests.due(1)
+    lab.requests.at(1)
+    lab.requests.taken(1, 0.1, None)
+    assert not is_stopping(lab)
+    signal.raise_signal(signal.SIGTERM)
+    assert is_stopping(lab)
+
+
+def test_stop_signal_after_a_snapshot_that_failed_counts_from_the_next_step(lab: Lab) -> None:
+    """That step has no snapshot; the next one waits for a slot as long as the grace time allows."""
+    lab.requests.due(1)
+    lab.requests.at(1)
+    lab.requests.not_taken(SlotsBusy("no slot"), 0.1)
+    signal.raise_signal(signal.SIGTERM)
+    assert not is_stopping(lab)
+    lab.requests.due(2)
+    assert is_stopping(lab)
 
 
 def test_snapshot_signal_makes_the_next_step_due_and_no_other(lab: Lab) -> None:
