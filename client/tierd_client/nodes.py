@@ -27,8 +27,9 @@ class _DaemonOfRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_node(ranks: Ranks, greet: Callable[[], wire.Welcome]) -> tuple[wire.NodeRanks | None, int]:
-    """All ranks, before they join. (the node of this rank, None if all are on one node; the highest generation that a
-    daemon knows). `greet` returns the Welcome of this rank's daemon to a peer that is no trainer.
+    """All ranks, before they join. Returns (the node of this rank, None if all are on one node; the highest generation
+    that a daemon has seen, 0 on one node). `greet` greets this rank's daemon as a peer that is no trainer, and returns
+    its Welcome.
 
     Raises what `greet` raises on any rank, and Unsupported when a daemon knows nothing of several nodes."""
     if ranks.world_size == 1:

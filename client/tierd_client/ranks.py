@@ -62,8 +62,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def _exchanging(self) -> Generator[None]:
-        """As the function, and a failed exchange closes the group's connections here. Only some ranks wait for the peer
-        that has gone. The others wait for these, and these may catch the error and live on."""
+        """As the function, and closes the group's connections here after a failure. Some ranks wait for this one, not
+        for the peer that has gone: without the close they would hang if this rank caught the error and went on."""
         groups, index = self._groups, self._index
         try:
             with _exchanging():

@@ -74,8 +74,8 @@ class Claims:
 
     def joined_limit(self, run: Run, newest: int, now_s: float) -> int:
         """The highest generation that a trainer may name. `newest`: the highest one seen. Trainers got theirs from a
-        daemon here, so above the claims in hot there is at most one, of a time when hot was full. After the loss of hot
-        it may be any: else trainers that live on could not come back."""
+        daemon here, which claimed it in hot unless hot was full, so at most one is above `newest`. If hot was lost with
+        its claims, any generation up to the limit is accepted, so that running trainers can come back."""
         return newest + 1 if self._claimed_here.get(run) else max(newest, self.generation_limit(run, now_s))
 
     def forget(self, run: Run) -> None:
@@ -107,9 +107,9 @@ class Claims:
         return bool(self._claimed_here.get(run))
 
     def to_judge(self, run: Run, entries: Sequence[Entry], here: Container[tuple[Run, int]]) -> Iterator[Entry]:
-        """The entries of a run, oldest first, without those that are neither in doubt nor put others in doubt. Of each
-        generation, those are left from the newest one to the first that is in hot or that this daemon has written; if
-        there is none such, none. Of a generation above all claims, all. `here`: the generations with any in hot."""
+        """Those of a run's `entries` (oldest first) that are in doubt or decide whether others are, newest first. Of a
+        claimed generation: from its newest down to the first that is in hot or that this daemon has written; none if
+        there is no such entry. Of a generation above all claims: all. `here`: the generations with any in hot."""
         highest, end = self._highest_anywhere(run), len(entries)
         while end:
             generation = entries[end - 1].id.generation
@@ -147,8 +147,9 @@ class Claims:
         """The checkpoints of generations claimed here that are newer than the newest of their generation that is in hot
         or written by this daemon, each with the reason.
 
-        One that a later generation has passed here is not among them: hot keeps the newest of a generation only until
-        then, so after a restart it may hold an older one that waits for a cold tier, and not the newest."""
+        Left out are checkpoints whose step a later generation has reached here. After that, hot may keep an older
+        checkpoint of the earlier generation that waits for a cold tier, but not the newest, which after a restart of
+        this daemon would seem to be of another node."""
         newest_here: dict[tuple[Run, int], int] = {}
         for checkpoint, is_hot in is_in_hot.items():
             if is_hot or checkpoint in self.written_here:

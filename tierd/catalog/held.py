@@ -26,8 +26,9 @@ async def look_at(
     catalog: Catalog, tier: Tier, identities: Identities, *, runs: Collection[Run], held: Iterable[CheckpointId]
 ) -> bool:
     """Look at these checkpoints in the tier, and at the newest claim of these runs, and enter what has changed.
-    Returns False if one is gone without a tombstone or has lost a file, or if its tombstone was cleared: only a listing
-    of the tier can enter that. Raises as the tier's store, and TierUnreachable when the tier is not the right place."""
+    Returns False if something differs that only a listing of the tier can enter: a checkpoint is gone without a
+    tombstone, has lost a file or has another manifest, or its tombstone was cleared. Raises as the tier's store, and
+    TierUnreachable when the tier is not the right place."""
     await identities.check(tier)
     differing: list[CheckpointId] = []
 
@@ -72,7 +73,7 @@ async def _agrees(catalog: Catalog, tier: Tier, identities: Identities, checkpoi
             if is_known_to_be_there or is_missing:
                 catalog.drop(checkpoint, tier.name)
             catalog.saw_gone(tier.name, checkpoint, save)
-    # After the tombstone was cleared, it is sent again if the policy selects it again: given all that the tier has now.
+    # False if a tombstone was cleared: the tier is listed before the policy decides whether to send it again.
     return layout.GONE in files or not (is_known_to_be_there or checkpoint in knowledge.gone)
 
 
@@ -89,8 +90,8 @@ async def _markers(tier: Tier, checkpoint: CheckpointId, *, with_shards: bool) -
 
 
 async def _has_entered(catalog: Catalog, tier: Tier, known: Entry, listing: Listing) -> bool:
-    """Enter the markers that the catalog lacks. False if the manifest is not the one that it has. That is read where no
-    listing has shown it here yet: its folder may have many pages, and is not listed again."""
+    """Enter the markers that the catalog lacks. False if the manifest differs from the catalog's. It is read only if
+    its size or ETag is not as listed last; the folder, which may have many pages, is not listed again."""
     checkpoint, manifest = known.id, known.held(tier.name)
     if catalog.tiers[tier.name].fingerprints.get(checkpoint) != listing.fingerprints[checkpoint]:
         (read,) = await tier.manifests([checkpoint])

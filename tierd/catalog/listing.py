@@ -89,9 +89,9 @@ async def next_sequence(
     """The sequence of the run's next checkpoint: one more than the highest in any tier. `in_memory`: the highest
     number of a snapshot that is being written; 0 when there is none.
 
-    A cold tier may have newer ones than hot, which was full, or is new while the trainers live on. So the run is listed
-    first in each cold tier that was not listed since the start, once. If no checkpoint of the run is known, also in one
-    that could not be listed. A tier that does not answer in time is left out.
+    A cold tier may have newer checkpoints than hot, because hot was full, or was replaced while the trainers went on.
+    So the run is first listed, once, in each cold tier that was not listed since the start of this daemon; if no
+    checkpoint of the run is known, also in each whose listing failed. A tier that does not answer in time is left out.
     """
 
     async def list_in(tier: Tier) -> None:
@@ -192,8 +192,8 @@ async def _read(catalog: Catalog, tier: Tier, listing: Listing, *, is_read_only:
 
 
 def _leave_out_forged_generations(catalog: Catalog, tier: Tier, listing: Listing) -> None:
-    """Generations that no start of the run can have reached: to count one would leave no numbers to claim. What is
-    signed, or in hot, was reached. Notes the claims that are left."""
+    """Remove from the listing the generations that no start of the run can have reached: to count one would leave no
+    numbers to claim. Those that are signed or in hot count as reached. Enters the claims that are left."""
     claims, is_here, now_s = catalog.claims, tier.name == HOT, time.time()
     claims.are_signed = tier.keyring is not None
     is_trusted = is_here or claims.are_signed
@@ -218,8 +218,8 @@ def _leave_out_forged_generations(catalog: Catalog, tier: Tier, listing: Listing
 
 
 async def newest_claim(catalog: Catalog, tier: Tier, run: Run, *, above: int) -> int:
-    """The highest generation of the run that a start has claimed in the tier since; `above` if there is none. What
-    nobody can have reached does not count. One LIST, and one GET if there is one."""
+    """The highest generation above `above` that a start of the run has claimed in the tier; `above` if there is none.
+    Generations that no start can have reached do not count. One LIST, and GETs of at most CLAIMS_KEPT newer claims."""
     is_trusted = tier.keyring is not None
     limit = GENERATION_SEEN_MAX if is_trusted else catalog.claims.generation_limit(run, time.time())
     found = [layout.parse_generation_key(stored.key) for stored in await tier.store.list(layout.generation_prefix(run))]
@@ -278,8 +278,8 @@ async def _manifests(
                 enter(checkpoint, cached[checkpoint])
         unread = [c for c in unread if c not in cached]
     if not is_read_only:
-        # A killed daemon may have committed one and not fsynced its folder. What is decided because of it, as a
-        # deletion of another replica, must not outlast it.
+        # A killed daemon may have committed one without an fsync of its folder. Make these durable before one of them
+        # can be the reason to delete another replica.
         newest = nlargest(UNSYNCED_MAX, unread, key=lambda checkpoint: listing.written_at_s.get(checkpoint, 0.0))
         await tier.store.make_durable(
             [layout.file_key(checkpoint, listing.record(checkpoint)) for checkpoint in newest]

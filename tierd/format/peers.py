@@ -1,4 +1,4 @@
-"""How a node reads the parts of checkpoints that another one has. The trainers carry it between them, see wire.py."""
+"""Addresses at which nodes read each other's parts, exchanged by the trainers (wire.py), and lists of the parts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How other nodes read from this daemon: its address, its certificate, and a token for each run.
 
-All are lost when the daemon restarts. The tokens are made from random bytes, so that nothing is stored. The daemon
-tells them to the trainers of the run only.
+The certificate and the tokens are new after each start of the daemon, so nothing is stored. The daemon tells a token
+only to the trainers of its run.
 """
 
 from __future__ import annotations

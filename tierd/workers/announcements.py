@@ -201,9 +201,9 @@ class Announcements:
         return None
 
     async def _write_head(self, checkpoint: CheckpointId, tree: SourceTree) -> Announced | None:
-        """The head in the cold tiers, written where it is missing. One tier is enough. None if they have the head of an
-        earlier save of the step in this generation, of which no part is left here. Raises TierUnreachable if no tier
-        has taken it."""
+        """Write the head into the cold tiers that lack it, and return it. One tier is enough. None if a tier has
+        another head of the step in this generation, or a tombstone: the caller tries the next generation. Raises
+        TierUnreachable if no tier has the head."""
         errors: list[str] = []
         known = await self._heads_by_tier(checkpoint, errors)
         if GONE in known.values():

@@ -1,10 +1,11 @@
 """Commits checkpoints over several nodes in one cold tier: when all node files are there, it writes the manifest.
 
-Any node may commit, because the manifest follows from the node files. The daemon of rank 0 looks often. The others
-look seldom, each after a random time, in case that daemon is gone, and read no node file while one is missing: all of
-them would read all. A listing ends before the shards, of which there may be many thousands. So a node that dies, and
-the committer itself at any instant, delay a commit and lose nothing. What lost nodes have sent, the daemon of rank 0 of
-the next start commits.
+Any node may commit, because the manifest is computed from the node files alone. The daemon of rank 0 looks often. The
+others list the node files seldom, at random times, in case that daemon is gone. They read them only when none is
+missing: otherwise each node would read all node files. A listing ends before the shards, of which there may be many
+thousands, unless the daemon has had no trainer since its start and does not know the nodes. If a node or the committer
+dies at any instant, the commit is delayed and nothing is lost. What lost nodes have sent is committed by the daemon of
+rank 0 of the next start.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from tierd.format.manifest import Head, Manifest
 from tierd.format.node_file import NodeFile, assemble, milestones, missing_ranks, verdict
 from tierd.tiers.tier import Tier
 
-HOME_S = 5.0  # how often the daemon of rank 0 lists the node files of a checkpoint; less often the longer it waits
-PATIENCE = 0.1  # that, as a share of the time since the part was sent
+HOME_S = 5.0  # the least time between two listings of a checkpoint's node files by the daemon of rank 0
+PATIENCE = 0.1  # of the time since its first listing: the time between two listings, if that is more than HOME_S
 LOOK_MIN_S, LOOK_MAX_S = 2.0, 60.0  # how often the others look for the manifest
 LIST_MIN_S, LIST_MAX_S = 30.0, 600.0  # and for the node files
 YIELD_MIN_S, YIELD_MAX_S = 10.0, 60.0  # how long another daemon waits for the one of rank 0 when all of them are there
@@ -243,8 +244,8 @@ class Committer:
             node_files[name] = node_file
 
     async def _commit(self, node_files: list[NodeFile], listed_s: float, part: NodeFile | None = None) -> bool:
-        """`part`: of this node, if it has one. False, and nothing is written, if the listing is too old: the checkpoint
-        may have been deleted since."""
+        """`part`: of this node, if it has one. False if the listing is too old to write the manifest, and if the
+        checkpoint has a tombstone once the manifest is written: it was being deleted meanwhile."""
         manifest = self._context.signed(assemble(node_files))
         if part is not None:
             self._check(part, manifest)

@@ -1,8 +1,9 @@
 """Verifies the copies of other nodes' parts, every byte, once per interval.
 
 It begins with the copies that an earlier daemon has left. A damaged copy is set aside: nothing reads it any more, and
-the copier fetches that part again if its node still has it. The damaged files stay until then, for a person to look at.
-A copy that the disk could not read is read once more in the next pass: its node may be lost, and this all that is left.
+the copier fetches that part again if its node still has it. The damaged files stay until then, or until no restart
+needs the checkpoint, so that a person can look at them. A copy that the disk could not read is read once more, in the
+next pass, before it is set aside: if its node is lost, there is no other copy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the runs over several nodes that have left this node: parts or copies of them are here, and no trainer.
 
-Their trainers run on other nodes now, or nowhere. Nothing newer comes here and replaces these parts. A trainer that
-comes back ends it at once. Without an answer of the hot tier no run has left.
+Their trainers run on other nodes now, or nowhere, so no newer part comes here and replaces the old ones. As soon as a
+trainer comes back, its run does not count as left. While the hot tier cannot be listed, no further run counts as left.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LeftRuns:
         self._enter({run: since for run, since in found.items() if run not in present})
 
     def forget_present(self) -> None:
-        """Of runs that have trainers here now, nothing goes any more. Without I/O, to be called before a deletion."""
+        """Runs that have trainers here now do not count as left any more. No I/O: call it right before a deletion."""
         present = self._present()
         self._seen_s |= dict.fromkeys(present, self._context.monotonic_s())
         self._enter({run: since for run, since in self._context.catalog.left.items() if run not in present})

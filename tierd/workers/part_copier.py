@@ -32,8 +32,8 @@ POLL_MIN_S, POLL_MAX_S = 0.1, 2.0  # until the other node is asked again whether
 TURN_S = 120.0  # where several runs have partners; then the copy of the next run goes on
 CHECK_S = 5.0  # while a copy is being made: whether the trainers have told another partner
 IDLE_S = 10.0  # where every part has its copy
-COPIED_MAX = 2  # of the newest checkpoints: older ones are not begun
-ASKED_MAX = 8  # checkpoints for which a slower node is asked, if it has persisted none of the newest yet
+COPIED_MAX = 2  # of the newest checkpoints; an older one is copied only while no newer one has a copy
+ASKED_MAX = 8  # of the newest checkpoints, while no newer one has a copy: the other node may be slower than this one
 
 
 class PartCopier:
@@ -128,9 +128,9 @@ class PartCopier:
         return max((max(0.0, (self._context.now() - time).total_seconds()) for time in created), default=0.0)
 
     def _uncopied(self, run: Run, partner: Partner) -> list[NodeFile]:
-        """This node's parts of the newest checkpoints without a copy of the partner's, newest first. Where the partner
-        is slower, also older ones than COPIED_MAX, until it has one of which there is a copy. None whose copy would be
-        deleted at once."""
+        """This node's parts of the checkpoints of which the partner's part is to be copied, newest first: of those that
+        have no copy, the ones among the COPIED_MAX newest and, where the partner is slower, older ones that are newer
+        than every copy. Without those whose copy would be deleted at once."""
         parts = self._context.catalog.parts(run)
         needed = self._needed_least(run, [part.id for part in parts], is_full=False)
         own = [part for part in parts if part.generation == partner.generation and part.id in needed]
@@ -200,7 +200,7 @@ class PartCopier:
         }
         is_well = all([await self._delete(each) for each in list(self._begun) if each not in wanted])
         for run in self._copies.runs():
-            # At once, before the trainers of another run come back meanwhile.
+            # Delete these before the next run is examined: the trainers of this run may come back meanwhile.
             is_well &= all([await self._delete(each) for each in await self._not_needed(run, is_full=False)])
         return is_well
 

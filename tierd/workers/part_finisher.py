@@ -27,7 +27,7 @@ from tierd.workers.open_copy import examine_copy
 
 log = logging.getLogger("tierd")
 
-LOST_AFTER_S = 120.0  # since this node has sent its own part
+LOST_AFTER_S = 120.0  # since the first of consecutive looks at which the other node could not send its part
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
 

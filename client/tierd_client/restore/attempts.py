@@ -1,7 +1,7 @@
 """Which replica the ranks restore: they try one after the other until all ranks have read the same one.
 
-On one node the daemon of rank 0 selects each. Over several nodes their parts of a checkpoint are a source too, see
-node_parts.py. A replica that one rank cannot read, no rank keeps.
+On one node the daemon of rank 0 selects each. Over several nodes, the parts that the nodes have are a source, too: see
+node_parts.py. If one rank cannot read a replica, all ranks give it up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tierd_client.restore.replica import Replica, RestoreRequest, find_replica
 from tierd_client.session import DaemonSession
 
 ReadReplica = Callable[[Replica], None]
-"""Reads a replica into its destination. Called again with the next replica after Corrupt on any rank."""
+"""Reads a replica into its destination. Called again with the next replica if any rank could not read this one."""
 
 
 def restore_replica(
@@ -34,7 +34,7 @@ def restore_replica(
 
     Reports damaged replicas to the daemon, in the session `reports` if `session` is not a trainer's. Raises the
     daemon's error: NotFound when there is no checkpoint, Corrupt when all replicas were tried; and what `read` raises,
-    but for Corrupt, NotFound and TierUnreachable.
+    except Corrupt, NotFound, TierUnreachable and Unhealthy.
     """
     replicas = (NodeReplicas if is_over_nodes(session, ranks) else _WholeReplicas)(session, ranks, request)
     while True:

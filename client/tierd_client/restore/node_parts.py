@@ -1,8 +1,9 @@
 """The replicas of a run over several nodes: the parts of a checkpoint that the nodes have, or a whole one in a tier.
 
 The lowest rank of each node asks its daemon what it has, and all ranks gather the answers. Rank 0 chooses
-(node_choice.py). Each rank reads the shards that its own daemon has; of the others it has the headers, from their
-nodes. What only they contain, its daemon reads from theirs. Where it cannot, all ranks try the next source.
+(node_choice.py). Each rank reads the shards that its own daemon has, and gets the headers of all others. If it needs
+bytes that only other nodes have, its daemon reads them from the daemons there. If one rank cannot read what it needs,
+all ranks try the next source.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class _SharedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_over_nodes(session: DaemonSession, ranks: Ranks) -> bool:
-    """All ranks. Whether they are on several nodes, or were in an earlier start of which this node has parts."""
+    """All ranks. Whether they are on several nodes, or the daemon of rank 0 has parts of an earlier start that was."""
     if session.hello.node is not None:
         return True
 
@@ -153,7 +154,7 @@ class NodeReplicas:
         self._failed.append((attempt.checkpoint, attempt.tier))
         self._is_damaged |= problem is Problem.DAMAGED
         if problem is Problem.NO_PEER:
-            # Where packets are dropped, each attempt takes half a minute, and older checkpoints are there, too.
+            # Do not read from other nodes again: where a firewall drops packets, each attempt takes half a minute.
             self._nodes = [msgspec.structs.replace(node, peer=None) for node in self._nodes]
         if problem is Problem.UNHEALTHY:
             self._unhealthy.add(attempt.checkpoint)

@@ -20,8 +20,8 @@ COPY_TIMEOUT_S = 600.0  # if a node could copy nothing for so long, its durable 
 
 
 class EverywherePersisted:
-    """`on_message` is called by the session's thread, all else by the training's. Each line that changes
-    what they share is one call of a method of it, which Python does not interrupt."""
+    """`on_message` is called by the session's thread, all else by the training's. There is no lock: each line that
+    changes an object of both threads is one call of a method of it, which is atomic under the GIL."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._generation = 0
@@ -65,7 +65,7 @@ class EverywherePersisted:
             self._persisted.setdefault(step, self._now_s())
 
     def examined(self, generation: int, step: int, *, is_healthy: bool) -> None:
-        """The daemon of this node has examined the part of this step, or does not."""
+        """The daemon of this node has examined the part of this step, or examines none and reports it as healthy."""
         if generation == self._generation:
             self._verdicts.update({step: is_healthy})
 
@@ -96,7 +96,7 @@ class EverywherePersisted:
         return values + [1] * (COUNT - len(values))
 
     def agree(self, maxima: Sequence[int]) -> int | None:
-        """The newest step that is safe on every node; None if it was known before."""
+        """The newest step that is safe on every node; None if there is none, or none newer than the one before."""
         found = next(
             (step for step, is_missing in zip(reversed(self._steps), maxima, strict=False) if not is_missing), None
         )

@@ -4,12 +4,12 @@ A daemon calls the ranks of its own node only. So the lowest rank of each node w
 torch.distributed, and about once a second looks for those of other nodes, which it has its own daemon repeat. It does
 so on a thread of its own: if the store or a node dies, this thread ends or hangs, and nothing waits for it.
 
-The store. The default store is the one thing that all ranks of a job reach from the first moment, without an address
-or a port of ours. torch has no public function that returns it; `_get_default_store` has been there, the same, from
-before 2.6 until 2.13. A store may be used from several threads: TCPStore, FileStore and HashStore lock around each
-operation and release the GIL, and NCCL's watchdog checks keys from its thread in the same way. `clone()`, a connection
-of its own, came with 2.8. Without it an operation of the training on the store waits for one of ours, which takes as
-long as a packet there and back. Only `set` and `check` are used, because neither waits for another rank.
+The store. Every rank of a job can reach the default store from the start, without an address or a port of ours. torch
+has no public function that returns it; `_get_default_store` is the same from before 2.6 until 2.13. A store may be used
+from several threads: TCPStore, FileStore and HashStore lock around each operation and release the GIL, and NCCL's
+watchdog checks keys from its thread in the same way. `clone()`, which opens a connection of its own, exists only since
+2.8 and is not used: an operation of the training on the store may wait for one of ours, which takes one network round
+trip. Only `set` and `check` are used, because neither waits for another rank.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class NodeCalls:
             self._wake.wait(POLL_S)
 
     def _force(self, store: CallStore, others: Sequence[int]) -> None:
-        """Returns when the other nodes know: this process may serve the store, and is about to end."""
+        """Returns when the other nodes have seen it, or after FORCE_TIMEOUT_S: this process may serve the store, and is
+        about to end."""
         store.set("force", "")
         deadline_s = time.monotonic() + FORCE_TIMEOUT_S
         while not store.check([f"force-seen-{other}" for other in others]) and time.monotonic() < deadline_s:
