@@ -213,13 +213,13 @@ async def test_node_that_needs_tls_reads_nothing_in_plain_http() -> None:
 async def test_server_that_closes_or_hangs_in_the_handshake_is_unreachable(
     monkeypatch: pytest.MonkeyPatch, closes: bool
 ) -> None:
-    monkeypatch.setattr(peer_store, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(peer_store, "CONNECT_TIMEOUT_S", 0.5)
     writers: list[asyncio.StreamWriter] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        assert await reader.read(1 << 16)  # the client's first message
         writers.append(writer)
         if closes:
+            await reader.read(1 << 16)  # the client's first message
             writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
@@ -228,6 +228,8 @@ async def test_server_that_closes_or_hangs_in_the_handshake_is_unreachable(
         async with PeerStore(peer, attempts=2) as store:
             with pytest.raises(PeerUnreachable):
                 await read(store, 3, 100)
-        assert len(writers) == 2
+        async with asyncio.timeout(30):
+            while len(writers) < 2:  # the server may accept the second one later than the client gives up
+                await asyncio.sleep(0.01)
         for writer in writers:
             writer.close()
