@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from tierd.errors import Corrupt, NewerFormat, Unsupported
 
 FORMAT_VERSION = 1
@@ -26,6 +28,7 @@ HEADER_BYTES_MAX = 100_000_000  # the safetensors library refuses longer headers
 NDIM_MAX = 64
 INT64_MAX = (1 << 63) - 1  # the product of 64 sizes without a bound takes a second for 2.5 MB of header
 _LENGTH = struct.Struct("<Q")
+_INT = frozenset({int})  # a bool is an int for isinstance
 
 
 def round_up(size_bytes: int) -> int:
@@ -42,8 +45,7 @@ DTYPE_BYTES = {
 """The safetensors dtypes that tierd writes and reads, and their element size in bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The local part of a tensor: its shape, and its offsets in the global tensor (in elements, one per dimension).
 
     `torch_dtype` names torch's dtype where safetensors has none for it: `dtype` and `shape` then describe how the
@@ -61,8 +63,7 @@ class TensorSpec:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry(TensorSpec):
+class TensorEntry(TensorSpec, frozen=True, kw_only=True, gc=False):
     """A tensor in a shard: its bytes are `[offset, offset + size_bytes)` of the file, C-contiguous, little-endian."""
 
     offset: int
@@ -221,7 +222,11 @@ def parse_entries(
         shape = tuple(raw["shape"])
         offsets = tuple(saved_offsets[name])
         numbers = (begin, end, *shape, *offsets)
-        if len(shape) > NDIM_MAX or any(type(number) is not int or not 0 <= number <= INT64_MAX for number in numbers):
+        if (
+            len(shape) > NDIM_MAX
+            or not _INT.issuperset(map(type, numbers))
+            or not 0 <= min(numbers) <= max(numbers) <= INT64_MAX
+        ):
             raise ValueError(f"{name}: sizes and offsets must be integers of 0 to 2**63 - 1, not {str(numbers)[:200]}")
         if len(offsets) != len(shape):
             raise ValueError(f"{name}: {len(offsets)} saved offsets for {len(shape)} dimensions")

@@ -255,45 +255,62 @@ def decode(
     Raises Corrupt for JSON that `encode` does not write.
     """
     try:
-        return _Decoder(unleaf, rebuild).decode(value, place, 0)
+        return _Decoder(unleaf, rebuild, place).decode(value, None, 0)
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise Corrupt(f"decode tagged JSON: {error}") from error
 
 
-class _Decoder:
-    __slots__ = ("_rebuild", "_unleaf")
+_Keys = tuple["_Keys", object] | None
+"""The keys from the whole value to one inside of it: (those of its container, its own key). None for the whole."""
 
-    def __init__(self, unleaf: Unleaf, rebuild: Rebuild | None) -> None:
+_ELEMENT = object()
+"""The key of what corresponds to no live value."""
+
+
+class _Decoder:
+    """Decodes one value. It makes a `Place` only for `rebuild`: a state has thousands of values, and most need none."""
+
+    __slots__ = ("_rebuild", "_root", "_unleaf")
+
+    def __init__(self, unleaf: Unleaf, rebuild: Rebuild | None, root: Place) -> None:
         self._unleaf = unleaf
         self._rebuild = rebuild
+        self._root = root
 
-    def decode(self, value: Json, place: Place, depth: int) -> Any:
+    def _place(self, keys: _Keys) -> Place:
+        if keys is None:
+            return self._root
+        container, key = keys
+        place = self._place(container)
+        return place.element() if key is _ELEMENT else place.item(key)
+
+    def decode(self, value: Json, keys: _Keys, depth: int) -> Any:
         if depth > 2 * DEPTH_MAX:
             raise ValueError(f"nested deeper than {2 * DEPTH_MAX}")
         if isinstance(value, list):
-            return self._items(value, place, depth)
+            return self._items(value, keys, depth)
         if not isinstance(value, dict):
             return value
         if len(value) == 1:
             ((tag, content),) = value.items()
             if tag.startswith("$"):
-                return self._decode_tag(tag, content, place, depth)
-        return {key: self.decode(item, place.item(key), depth + 1) for key, item in value.items()}
+                return self._decode_tag(tag, content, keys, depth)
+        return {key: self.decode(item, (keys, key), depth + 1) for key, item in value.items()}
 
-    def _items(self, items: Json, place: Place, depth: int) -> list[Any]:
-        return [self.decode(item, place.item(index), depth + 1) for index, item in enumerate(items)]
+    def _items(self, items: Json, keys: _Keys, depth: int) -> list[Any]:
+        return [self.decode(item, (keys, index), depth + 1) for index, item in enumerate(items)]
 
-    def _unordered(self, items: Json, place: Place, depth: int) -> list[Any]:
-        return [self.decode(item, place.element(), depth + 1) for item in items]
+    def _unordered(self, items: Json, keys: _Keys, depth: int) -> list[Any]:
+        return [self.decode(item, (keys, _ELEMENT), depth + 1) for item in items]
 
-    def _pairs(self, pairs: Json, place: Place, depth: int) -> dict[Any, Any]:
+    def _pairs(self, pairs: Json, keys: _Keys, depth: int) -> dict[Any, Any]:
         decoded: dict[Any, Any] = {}
         for encoded_key, item in pairs:
-            key = self.decode(encoded_key, place.element(), depth + 1)
-            decoded[key] = self.decode(item, place.item(key), depth + 1)
+            key = self.decode(encoded_key, (keys, _ELEMENT), depth + 1)
+            decoded[key] = self.decode(item, (keys, key), depth + 1)
         return decoded
 
-    def _decode_tag(self, tag: str, content: Json, place: Place, depth: int) -> Any:
+    def _decode_tag(self, tag: str, content: Json, keys: _Keys, depth: int) -> Any:
         match tag:
             case "$float":
                 return _parse_float(content)
@@ -310,21 +327,22 @@ class _Decoder:
                 return datetime.timedelta(days, seconds, microseconds)
             case "$deque":
                 length_max, items = content
-                return collections.deque(self._items(items, place, depth), length_max)
+                return collections.deque(self._items(items, keys, depth), length_max)
             case "$defaultdict":
                 name, pairs = content
                 factory = None if name is None else _FACTORIES[name]
-                return collections.defaultdict(factory, self._pairs(pairs, place, depth))
+                return collections.defaultdict(factory, self._pairs(pairs, keys, depth))
             case _ if tag in _FROM_TEXT:
                 return _FROM_TEXT[tag](content)
             case "$tuple":
-                return tuple(self._items(content, place, depth))
+                return tuple(self._items(content, keys, depth))
             case "$set" | "$frozenset":
-                return _FROM_ITEMS[tag](self._unordered(content, place, depth))
+                return _FROM_ITEMS[tag](self._unordered(content, keys, depth))
             case "$dict" | "$ordered" | "$counter":
-                return _FROM_ITEMS[tag](self._pairs(content, place, depth))
+                return _FROM_ITEMS[tag](self._pairs(content, keys, depth))
             case "$enum" | "$dataclass" | "$namedtuple" | "$generator" | "$own" if self._rebuild is not None:
                 name, parts = content
-                return self._rebuild(Parts(tag, str(name), self.decode(parts, place, depth + 1)), place)
+                place = self._place(keys)
+                return self._rebuild(Parts(tag, str(name), self.decode(parts, keys, depth + 1)), place)
             case _:
                 return self._unleaf(tag, content)

@@ -69,7 +69,7 @@ class Collector:
 
         Raises Unsupported, naming the path, for a value that has no safe form.
         """
-        if type(value) is dict and PLAIN.issuperset(map(type, value.values())) and _are_plain_keys(tuple(value)):
+        if type(value) is dict and _has_only_tensors(value):
             # Same result as below, but faster: optimizers have thousands of these dicts, and training waits.
             return {key: _reference(self.add(f"{path}.{key}", tensor), tensor, home) for key, tensor in value.items()}
 
@@ -114,9 +114,16 @@ class Collector:
 
 def live_tensors(value: object, path: str, suffix: str = "", objects: Objects | None = None) -> dict[str, torch.Tensor]:
     """The tensors in `value` by the names under which they would be stored."""
+    if not suffix and type(value) is dict and _has_only_tensors(value):
+        return {f"{path}.{key}": tensor for key, tensor in value.items()}
     collector = Collector(suffix, objects)
     collector.encode(value, path)
     return collector.live
+
+
+def _has_only_tensors(value: dict[Any, Any]) -> bool:
+    """Whether a dict has plain tensors by plain keys, as an optimizer has for each parameter."""
+    return PLAIN.issuperset(map(type, value.values())) and _are_plain_keys(tuple(value))
 
 
 _are_plain_keys = functools.lru_cache(maxsize=64)(tagged.are_plain_keys)

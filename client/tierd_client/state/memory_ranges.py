@@ -36,12 +36,16 @@ class MemoryRanges:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` overlaps a range."""
+        if not self._ranges:
+            return False
         begin, end = _addresses(tensor)
-        ranges = self._ranges[tensor.device]
-        return begin < end and bool(ranges.begins[ranges.overlapped(begin, end)])
+        found = self._ranges[tensor.device].overlapped(begin, end)
+        return begin < end and found.start < found.stop
 
     def overlapped(self, tensor: torch.Tensor) -> list[CapturedTensor]:
         """The tensors of the ranges that `tensor` overlaps."""
+        if not self._ranges:
+            return []
         begin, end = _addresses(tensor)
         ranges = self._ranges[tensor.device]
         joined = ranges.tensors[ranges.overlapped(begin, end)] if begin < end else []

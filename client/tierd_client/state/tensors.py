@@ -205,7 +205,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, sharing its memory."""
     if is_dtensor(tensor):
         return tensor._local_tensor.detach()  # pyright: ignore[reportPrivateUsage]
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
