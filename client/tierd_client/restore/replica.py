@@ -5,9 +5,10 @@ Which replica that is, all ranks agree on in attempts.py.
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -25,6 +26,7 @@ from tierd_client.session import DaemonSession
 from tierd_client.state.encoding import Json
 from tierd_client.state.rank_local import RankLocal
 from tierd_client.state.restore_filter import EXACT, RestoreFilter
+from tierd_client.state.restore_plan import RestorePlan
 from tierd_client.state.restore_report import RestoreReport
 from tierd_client.state.stored_state import StoredState
 from tierd_client.state.tensors import CapturedTensor
@@ -53,6 +55,19 @@ class RestoreRequest:
     def is_any(self) -> bool:
         """Whether any checkpoint would do. Only then may training start fresh when there is none."""
         return self == RestoreRequest(allow_unhealthy=self.allow_unhealthy)
+
+
+@contextmanager
+def _without_collections() -> Generator[None]:
+    """Python's garbage collector would run often while a plan is made: it has many small objects, which stay in use. Of
+    20,000 tensors, a restore took a third longer."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(slots=True)
@@ -120,6 +135,15 @@ class Replica(AbstractContextManager["Replica"]):
         """Restores what `filter` selects into `state`. Raises Mismatch with nothing changed, or Corrupt with the state
         half changed."""
         files = self.files()
+        plan = self._plan(files, state, rank, world_size, filter)
+        plan.run(partial(self.read, files))
+        self.report = plan.report
+
+    @_without_collections()
+    def _plan(
+        self, files: Sequence[SourceFile], state: State, rank: int, world_size: int, filter: RestoreFilter
+    ) -> RestorePlan:
+        """How `files` are restored into `state`. Raises as `read_into_state`, with nothing changed."""
         shards, available = read_headers(files)
         saved_world_size = self.manifest.world_size
         rank_local = None
@@ -137,9 +161,7 @@ class Replica(AbstractContextManager["Replica"]):
                     saved_world_size,
                     "; new ranks get random numbers of their own" if world_size > saved_world_size else "",
                 )
-        plan = state.plan_restore(StoredState(tree, available, rank_local), filter=filter)
-        plan.run(partial(self.read, files))
-        self.report = plan.report
+        return state.plan_restore(StoredState(tree, available, rank_local), filter=filter)
 
     def _tree(self, shards: Mapping[str, Shard], rank: int) -> Json:
         """The state tree that `rank` saved."""

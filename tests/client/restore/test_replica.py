@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +136,33 @@ def test_checkpoint_that_does_not_fit_is_a_mismatch_and_no_other_is_tried(peer: 
     hand_over(peer, make_manifest(checkpoint_id("run", 5, 1), [entry_of(raw)]).encode(), [raw])
     with pytest.raises(Mismatch, match="differs from the state"):
         restoring.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_garbage_is_not_collected_while_a_restore_is_planned_and_then_as_before(
+    peer: Peer, session: DaemonSession, fits: bool, is_enabled: bool
+) -> None:
+    were_enabled: list[bool] = []
+
+    class Model(torch.nn.Linear):
+        def state_dict(self, *args: Any, **options: Any) -> Any:
+            were_enabled.append(gc.isenabled())
+            return super().state_dict(*args, **options)
+
+    raw = stage(TrainingState(model=torch.nn.Linear(2, 2), rng=False))
+    state = TrainingState(model=Model(2, 2 if fits else 3), rng=False)
+    try:
+        if not is_enabled:
+            gc.disable()
+        restoring = begin(peer, session, state)
+        hand_over(peer, make_manifest(checkpoint_id("run", 5, 1), [entry_of(raw)]).encode(), [raw])
+        with nullcontext() if fits else pytest.raises(Mismatch):
+            restoring.result(DEADLINE_S)
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
+    assert were_enabled == [False]
 
 
 # ── a replica in a cold tier, of which the daemon fetches only the chunks that are needed ──
