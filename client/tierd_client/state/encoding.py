@@ -23,7 +23,7 @@ from tierd.errors import Corrupt, Unsupported
 from tierd.format import tagged
 from tierd_client.state.objects import Objects
 from tierd_client.state.per_rank import PerRankEntries
-from tierd_client.state.tensors import PLAIN, CapturedTensor, capture_tensor, is_dtensor, local_part
+from tierd_client.state.tensors import PLAIN, CapturedTensor, capture_tensor, is_dense, is_dtensor, local_part
 
 Json = tagged.Json
 
@@ -114,7 +114,7 @@ class Collector:
 
 def live_tensors(value: object, path: str, suffix: str = "", objects: Objects | None = None) -> dict[str, torch.Tensor]:
     """The tensors in `value` by the names under which they would be stored."""
-    if not suffix and type(value) is dict and _has_only_tensors(value):
+    if not suffix and type(value) is dict and _has_only_tensors(value) and all(map(is_dense, value.values())):
         return {f"{path}.{key}": tensor for key, tensor in value.items()}
     collector = Collector(suffix, objects)
     collector.encode(value, path)

@@ -193,6 +193,17 @@ def _chunk(ranges: list[range], count: int, index: int) -> list[range]:
     return chunk
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether `capture_tensor` takes a tensor of a type in PLAIN for certain. False also for some that it takes."""
+    return (
+        tensor.dtype in DTYPE_NAMES
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_meta
+        and tensor.is_contiguous()
+    )
+
+
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     if type(tensor) in PLAIN:
         return False

@@ -102,6 +102,25 @@ def test_state_without_a_safe_form_is_refused_by_its_path(state: dict[str, Any],
     assert path in refused.value.message
 
 
+LIVE_WITHOUT_SAFE_FORM = {
+    "sparse": torch.zeros(3).to_sparse(),
+    "meta": torch.zeros(3, device="meta"),
+    "elements that share memory": torch.zeros(1).expand(3),
+}
+
+
+@pytest.mark.parametrize("saved", ["w", "other"])
+@pytest.mark.parametrize("kind", LIVE_WITHOUT_SAFE_FORM)
+def test_restore_over_a_live_tensor_without_a_safe_form_is_refused_by_its_path(
+    files: Files, kind: str, saved: str
+) -> None:
+    """Corrupt would blame the replica, and each of the others in turn."""
+    raw = stage(TrainingState(model=small_net(), extra={"dict": {saved: torch.ones(3)}}))
+    state = TrainingState(model=small_net(), extra={"dict": {"w": LIVE_WITHOUT_SAFE_FORM[kind]}})
+    with pytest.raises(Unsupported, match=r"extra\.dict\.w"):
+        restore(state, [files.on_disk(raw)])
+
+
 DICTS = {
     "plain": {"exp_avg": torch.ones(3), "step": torch.zeros(())},
     "parameter": {"w": torch.nn.Parameter(torch.ones(2, 2))},
