@@ -123,9 +123,12 @@ def live_tensors(value: object, path: str, suffix: str = "", objects: Objects | 
 
 def _has_only_tensors(value: dict[Any, Any]) -> bool:
     """Whether a dict has plain tensors by plain keys, as an optimizer has for each parameter."""
-    return PLAIN.issuperset(map(type, value.values())) and _are_plain_keys(tuple(value))
+    # The types of the keys first: a member of a StrEnum equals its string, and would be found in the cache.
+    keys = tuple(value)
+    return PLAIN.issuperset(map(type, value.values())) and _STR.issuperset(map(type, keys)) and _are_plain_keys(keys)
 
 
+_STR = frozenset({str})
 _are_plain_keys = functools.lru_cache(maxsize=64)(tagged.are_plain_keys)
 
 

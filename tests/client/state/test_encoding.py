@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,3 +163,17 @@ def test_fast_path_for_dicts_of_tensors_encodes_as_the_general_path(
             captured_mixed.global_shape,
         )
         assert not captured.tensor.requires_grad
+
+
+class Part(enum.StrEnum):
+    WEIGHT = "weight"
+
+
+def test_key_that_only_equals_a_string_is_not_taken_for_it() -> None:
+    """Also after a dict whose key is the string."""
+    tensor = torch.ones(1)
+    assert Collector().encode({"weight": tensor}, "path", tensor.device) == {"weight": {"$tensor": "path.weight"}}
+    encoded = Collector().encode({np.str_("weight"): tensor}, "path")
+    assert list(encoded) == ["$dict"]
+    with pytest.raises(Unsupported, match="WEIGHT"):
+        Collector().encode({Part.WEIGHT: tensor}, "path")
