@@ -112,7 +112,7 @@ class Client:
         """Whether the run should stop now: take a snapshot and leave the loop.
 
         With several ranks, as of the last due() or snapshot(): it becomes true at the same step on all. On a single
-        rank, as of the first reading after due().
+        rank, as of the first reading after due(), until the next due() or snapshot().
         """
         self._requests.check_between_steps()
         return bool(self._requests.reason)
@@ -240,7 +240,8 @@ class Client:
         return Found(manifest.step, manifest.generation, replica.tier, seconds, metrics, manifest.run, report)
 
     def due(self, step: int) -> bool:
-        """Whether a snapshot should be taken after `step`: every so many steps or seconds, or because of a request.
+        """Whether a snapshot should be taken after `step`: every so many steps or seconds, because of a request, or
+        because the run stops and none was taken since.
 
         All ranks call it after the same steps. Before the first snapshot it also makes the slots ready.
         """

@@ -75,6 +75,7 @@ class StopRequests:
         self._grace_used_s = 0.0  # by snapshots since the stop request
         self._is_asked = False  # by `due`, for a step of which no snapshot was taken yet
         self._is_decided = False  # whether that step stops a single rank
+        self._is_last_due = False  # the run stops, and no snapshot was taken since
         self._made: set[RequestKind] = set()  # by a check of clock or file: each is made once
         self._every_s = 0.0
         self._follows_daemon = False
@@ -114,10 +115,11 @@ class StopRequests:
     # ── the training thread ──
 
     def due(self, step: int) -> bool:
-        """As `at`, for a loop that asks after each step."""
+        """As `at`, for a loop that asks after each step. True also for the last snapshot of a run that stops: a loop
+        that reads `stopping` first, and then calls this, has not seen that stop before it leaves."""
         is_requested = self.at(step)
         self._is_asked = True
-        return is_requested
+        return is_requested or self._is_last_due
 
     def at(self, step: int) -> bool:
         """Apply the requests that take effect at this step. True when a snapshot of it was requested."""
@@ -161,6 +163,7 @@ class StopRequests:
         reasons = [REASONS[kind] for kind in sorted(kinds) if kind in REASONS]
         if reasons and not self.reason:
             self.reason = " and ".join(reasons)
+            self._is_last_due = True
             if self._ranks.rank == 0:
                 log.warning("tierd: stopping at step %s: %s", self.last_step, self.reason)
         if RequestKind.SNAPSHOT in kinds:
@@ -194,7 +197,7 @@ class StopRequests:
 
     def taken(self, step: int, stall_s: float, milestone: str | None) -> None:
         """A snapshot was taken: answer the operators who asked for it."""
-        self._is_asked = self._is_decided = False  # a stop loses nothing now
+        self._is_asked = self._is_decided = self._is_last_due = False  # a stop loses nothing now
         self._interval_started_s = time.monotonic()
         self.pace.stages_s.append(stall_s)
         self._use_grace(stall_s)

@@ -100,6 +100,20 @@ def _loop_with_snapshots(training: Training) -> list[int]:
     return taken
 
 
+def _loop_that_reads_stopping_first(training: Training) -> tuple[int, int]:
+    """(the step of the last snapshot, the step of the stop)."""
+    last = 0
+    with training.client as client:
+        for step in range(1, FOREVER):
+            time.sleep(0.002)
+            if client.stopping or client.due(step):
+                client.snapshot(step, training.state)
+                last = step
+            if client.stopping:
+                return last, step
+    return last, FOREVER
+
+
 def _collectives(training: Training, steps: int) -> list[str]:
     """The names of the collectives that are called during so many steps."""
     called: list[str] = []
@@ -190,6 +204,18 @@ def test_loop_that_only_takes_snapshots_stops_at_the_same_snapshot_on_all_ranks(
         first, second = [trainer.end() for trainer in trainers]
         assert first == second
         assert daemon.newest("hot") == first[-1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_loop_that_reads_stopping_before_due_leaves_with_a_snapshot(daemon: Daemon, world_size: int) -> None:
+    with ranks(daemon, world_size, run=f"of-{world_size}") as trainers:
+        together(trainers, "train", 1)
+        for trainer in trainers:
+            trainer.begin("apply", _loop_that_reads_stopping_first)
+        time.sleep(0.1)  # the moment is any
+        trainers[-1].signal(signal.SIGTERM)
+        results = [trainer.end() for trainer in trainers]
+    assert results == [(results[0][1],) * 2] * world_size
 
 
 def test_stop_request_before_the_first_step_stops_all_ranks_at_the_same_step(daemon: Daemon) -> None:

@@ -115,7 +115,7 @@ def test_stop_signal_is_seen_at_once_by_a_single_rank(lab: Lab, number: signal.S
     signal.raise_signal(number)
     assert is_stopping(lab)
     assert lab.requests.reason == "a signal"
-    assert not lab.requests.at(2), "a stop request makes no snapshot due: the loop asks `stopping`"
+    assert not lab.requests.at(2), "an operator has not asked for a snapshot"
 
 
 def test_loop_without_due_sees_a_stop_signal_at_once(lab: Lab) -> None:
@@ -135,8 +135,23 @@ def test_stop_signal_between_two_readings_of_a_step_counts_from_the_next_step(la
     assert not is_stopping(lab)
     signal.raise_signal(signal.SIGTERM)
     assert not is_stopping(lab)
-    assert not lab.requests.due(2)
+    assert lab.requests.due(2)
     assert is_stopping(lab)
+
+
+def test_stop_is_due_for_a_loop_that_reads_stopping_before_due(lab: Lab) -> None:
+    """As in `if client.stopping or client.due(step):`. The stop may come while the step trains."""
+    assert not is_stopping(lab)
+    assert not lab.requests.due(1)
+    assert not is_stopping(lab)
+    signal.raise_signal(signal.SIGTERM)
+    assert not is_stopping(lab)
+    assert lab.requests.due(2)
+    lab.requests.not_taken(SlotsBusy("no slot"), 0.1)
+    assert lab.requests.due(3), "the last snapshot is still missing"
+    lab.requests.taken(3, 0.1, None)
+    assert is_stopping(lab)
+    assert not lab.requests.due(4), "a loop that goes on takes no snapshot of each step"
 
 
 def test_stop_signal_after_the_snapshot_of_a_step_is_seen_at_once(lab: Lab) -> None:
