@@ -49,7 +49,7 @@ def find_node(ranks: Ranks, greet: Callable[[], wire.Welcome]) -> tuple[wire.Nod
         if daemon.seen is None:
             raise Unsupported(
                 f"join as rank {ranks.rank} of {ranks.world_size}: the ranks are on {len(by_boot)} nodes, and the "
-                f"daemon of rank {rank} (tierd {daemon.version}) supports one",
+                f"daemon of rank {rank} (tierd {daemon.version}) supports one node only",
                 hint="start the daemons of all nodes again with this version of tierd",
             )
         seen.append(daemon.seen)

@@ -140,6 +140,6 @@ def test_a_damaged_record_does_not_keep_the_daemon_from_its_work(daemon: Daemon,
     (daemon.hot / layout.ATTACHED_RUNS).write_bytes(b'{"runs": [')
     daemon.start()
     wait_until(lambda: states(daemon) == ["running"], "the record of the run")
-    assert daemon.log.count("it is left out: runs whose trainers") == 1
+    assert daemon.log.count("it is ignored: runs of the former daemon") == 1
     trainer.train(1)
     trainer.durable()

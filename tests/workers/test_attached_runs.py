@@ -276,7 +276,7 @@ async def test_a_damaged_file_is_left_out_with_one_warning_and_replaced(
     caplog.clear()
     await life.daemon()
     await life.step(RECONNECT_GRACE_S)
-    (warning,) = [record for record in caplog.records if "it is left out" in record.getMessage()]
+    (warning,) = [record for record in caplog.records if "it is ignored" in record.getMessage()]
     assert str(life.file) in warning.getMessage()
     assert life.kept() == []
 
@@ -308,7 +308,7 @@ async def test_a_link_or_a_folder_in_its_place_is_not_followed(
         life.file.unlink()
     life.file.symlink_to(other)
     await life.daemon()
-    assert "it is left out" in caplog.text
+    assert "it is ignored" in caplog.text
     life.attach()
     await life.step()
     assert other.read_bytes() == b'{"runs": []}'

@@ -146,7 +146,7 @@ async def test_the_reason_says_since_when_and_what_cold_has(node: OneNode) -> No
     today = f"{datetime.now(UTC):%Y-%m-%d}"
     (decision,) = [each for each in decisions(node.rooms.catalog, node.rooms.config) if each.tier == HOT]
     assert decision.action is Action.EXPIRE
-    assert decision.reason == f"no trainer of its run was here since {today}; cold has 000000000005-g0002"
+    assert decision.reason == f"its run has left this node, no new file since {today}; cold has 000000000005-g0002"
     (shown,) = decisions(node.rooms.catalog, node.rooms.config, only=checkpoint_id(RUN, 1, 1))
     assert shown == decision
 

@@ -87,7 +87,7 @@ def _spare(catalog: Catalog, decided: list[Decision]) -> dict[CheckpointId, str]
         spare = spare_parts(views, newest_in_cold=newest, known=known, waiting=waiting)
         if newest is not None and (entry := catalog.get(newest)) is not None:
             where, since = ", ".join(sorted(known & entry.tiers)), catalog.left[run]
-            why = f"no trainer of its run was here since {since:%Y-%m-%d}; {where} has {newest.name}"
+            why = f"its run has left this node, no new file since {since:%Y-%m-%d}; {where} has {newest.name}"
             reasons |= dict.fromkeys(sorted(spare, key=lambda each: each.recency, reverse=True), why)
     return reasons
 

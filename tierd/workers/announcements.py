@@ -131,7 +131,8 @@ class Announcements:
         # If the files here are of another save, node 0 has its files too within this time, and announces that save.
         until_s = spread_s if abs(later_s) > quiet_s else NOTICED * quiet_s
         if not is_same and self._context.now().timestamp() < max(here_s, there_s) + until_s:
-            return f"{how}: it is adopted if node 0 announces no other save of step {announced.step} for {until_s:g} s"
+            until = f"within {until_s:g} s of the later write"
+            return f"{how}: it is adopted if node 0 announces no other save of step {announced.step} {until}"
         return ""
 
     # ── node 0 ──
@@ -165,8 +166,8 @@ class Announcements:
             self._is_earlier_known = True
         if self._earlier is not None and tree.modified_ns / 1e9 < self._started_s:
             raise BadConfig(
-                f"announce {tree.path}: it was written before this daemon began with {nodes} nodes, and "
-                f"{self._earlier.id} is of {self._earlier.world_size}, so {nodes} nodes may not have all of it",
+                f"announce {tree.path}: it was written before this daemon was started for {nodes} nodes, and "
+                f"{self._earlier.id} is of {self._earlier.world_size} nodes, so {nodes} nodes may not have all of it",
                 hint="later saves are adopted; this one is not",
             )
 

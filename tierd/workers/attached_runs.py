@@ -92,7 +92,7 @@ class AttachedRuns:
                 raw = await self._context.hot_store.pool.query(_read, self._path)
             self._written = msgspec.json.decode(raw, type=_File).runs if raw is not None else []
         except (TierdError, *UNDECODABLE) as error:
-            text = "read %s: %s; it is left out: runs whose trainers ended with the former daemon are not named"
+            text = "read %s: %s; it is ignored: runs of the former daemon that are lost or ended badly are not reported"
             log.warning(text, self._path, error)
         for record in (self._written or [])[:RUNS_MAX]:
             if is_run(record.run):

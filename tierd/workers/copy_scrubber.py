@@ -1,9 +1,9 @@
 """Verifies the copies of other nodes' parts, every byte, once per interval.
 
-It begins with the copies that an earlier daemon has left. A damaged copy is set aside: nothing reads it any more, and
-the copier fetches that part again if its node still has it. The damaged files stay until then, or until no restart
-needs the checkpoint, so that a person can look at them. A copy that the disk could not read is read once more, in the
-next pass, before it is set aside: if its node is lost, there is no other copy.
+It begins with the copies that an earlier daemon has left. A damaged copy is set aside: nothing reads it any more. The
+copier fetches that part again if its node still has it and the checkpoint is one of the newest. The damaged files stay
+until then, or until no restart needs the checkpoint, so that a person can look at them. A copy that the disk could not
+read is read once more, in the next pass, before it is set aside: if its node is lost, there is no other copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierd.tiers.rate_limit import Bandwidth
 from tierd.transfer.verify import Proof, verify_files
 from tierd.workers.part_copier import PEERS
 
-_HINT = "it is copied again if its node still has it; docs/RUNBOOK.md#peers"
+_HINT = "if it is one of the newest and its node still has it, it is copied again; docs/RUNBOOK.md#peers"
 
 
 class CopyScrubber:
@@ -56,7 +56,7 @@ class CopyScrubber:
         problems = verification.sentences
         try:
             if (await self._copies.tier.read_manifest(part.key))[0] != part:
-                problems = [f"{part.name} is another one than was copied", *problems]
+                problems = [f"{part.name} has changed since this daemon copied it or first read it", *problems]
         except (Corrupt, Foreign, NewerFormat, NotFound) as error:
             problems = [error.message, *problems]
         if self._copies.get(checkpoint) is not part:

@@ -159,8 +159,11 @@ class PartCopier:
             tier = ReadableTier(where, store, limits=config.limits, keyring=context.keyring)
             part, raw = await tier.read_manifest(layout.file_key(own.id, partner.node_file))
             assert isinstance(part, NodeFile)
-            if part.head_digest != own.head_digest or not set(part.ranks).isdisjoint(own.ranks):
+            if part.head_digest != own.head_digest:
                 raise Corrupt(f"copy {part.name} of {own.id} from {where}: it is a part of another checkpoint")
+            if shared := set(part.ranks).intersection(own.ranks):
+                ranks = ranks_text(sorted(shared))
+                raise Corrupt(f"copy {part.name} of {own.id} from {where}: this node's part has its ranks {ranks} too")
             begun = self._begun.get(own.id)
             is_of_another_node = begun is not None and begun.manifest.files != part.files
             if own.id in self._copies.unreadable or is_of_another_node:

@@ -31,7 +31,7 @@ from tierd_client.state.tensors import CapturedTensor, as_bytes, contiguous_stri
 WORKERS = 4
 BLOCK_BYTES = 2 << 20  # fits in the CPU's caches between checksum and copy; smaller blocks add Python overhead
 
-_HINT = "the restore goes on from another replica; see docs/RUNBOOK.md#corrupt-chunk"
+_HINT = "another replica may be intact; see docs/RUNBOOK.md#corrupt-chunk"
 
 
 class SourceFile:

@@ -16,8 +16,8 @@ from tierd_client.session import DaemonSession
 
 def check_nothing_elsewhere(session: DaemonSession, ranks: Ranks) -> None:
     """All ranks, after rank 0's daemon had no checkpoint. Raises TierUnreachable on all ranks when the daemon of a node
-    has one, or a part of one that may still become whole, and what else it answers, for example that it cannot list a
-    tier. A part that misses the others for good is logged as an error on its node."""
+    has one, or a part of one that may still become whole. Raises what else that daemon answers, for example that it
+    cannot list a tier. If the other parts never came, the node that has one logs an error."""
 
     def check() -> None:
         if not is_lowest_of_node(session.hello):
@@ -25,8 +25,8 @@ def check_nothing_elsewhere(session: DaemonSession, ranks: Ranks) -> None:
         known = _whole_here(session) if session.hello.node is not None else ""
         if known:
             raise TierUnreachable(
-                f"start {session.hello.run} from scratch: the daemon of this node has {known}, and no cold tier has it "
-                "whole",
+                f"start {session.hello.run} from scratch: the daemon of this node has {known}, which the daemon of "
+                "rank 0 did not find",
                 hint='if it is still being copied, start again later; restore(state, resume="scratch", force=True) '
                 "begins anew",
             )
@@ -83,8 +83,8 @@ def report_newer_here(session: DaemonSession, restored: CheckpointId) -> None:
     newest = session.welcome.newest
     if newest is not None and newest.recency > restored.recency:
         log.error(
-            "tierd: %s was restored; the daemon of this node has step %d of generation %d, which no cold tier has "
-            "whole: the steps since are lost",
+            "tierd: %s was restored, although the daemon of this node has step %d of generation %d: "
+            "the steps since are lost",
             restored,
             newest.step,
             newest.generation,

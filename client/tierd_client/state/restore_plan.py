@@ -50,8 +50,8 @@ class ReadTensors(Protocol):
 
 
 class RestorePlan(EntrySelection):
-    """Filled by the sections of a state. `destinations` are the tensors to fill. The key of the first one of a stored
-    tensor is its name. `differences` has one sentence for each."""
+    """Filled by the sections of a state. `destinations` are the tensors to fill: the first of a stored tensor under its
+    name, others under (name, number). `differences` has one sentence for each difference."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class RestorePlan(EntrySelection):
 
     def _refuse_shared(self, name: str, other: CapturedTensor) -> None:
         self.differences.append(
-            f"{name}: it shares memory with a tensor of another shape or dtype, which gets {other.name} of the "
-            "checkpoint: it cannot be cast"
+            f"{name}: it shares memory with the tensor that gets {other.name}, which has another shape here or another "
+            "dtype in the checkpoint: neither can be cast"
         )
 
     def protect(self, name: str, value: object) -> None:
@@ -147,8 +147,8 @@ class RestorePlan(EntrySelection):
             self._kept_tensors += [(name, local) for tensor in live if has_memory(local := local_part(tensor))]
 
     def read_object(self, name: str, value: object = None) -> Callable[[], Any] | None:
-        """What makes the entry `name` of the state, which is not a tensor, when the tensors were read; those in the
-        live `value` are read in place. None: it stays as it is."""
+        """Plans to restore the entry `name` of the state, which is not a tensor. Returns the function that makes its
+        value once the tensors were read; None if it stays as it is. Tensors in the live `value` are read in place."""
         source = self.take(name)
         if source is None:
             self.protect(name, value)
@@ -162,8 +162,8 @@ class RestorePlan(EntrySelection):
     # ── tensors and values ────────────────────────────────────────────────────────────────────────────────
 
     def read_into(self, name: str, tensor: torch.Tensor, *, must_fit: bool = True) -> bool:
-        """Whether the stored tensor `name` will be read into `tensor`. If it is absent, that is a difference, and if
-        it does not fit while it `must_fit`."""
+        """Whether the stored tensor `name` will be read into `tensor`. Adds a difference if it is not stored, or if it
+        `must_fit` and does not."""
         destination = self._destination(name, tensor)
         stored = self._find_stored(destination.name)
         if stored is None:
@@ -191,8 +191,8 @@ class RestorePlan(EntrySelection):
         self._memory.add(tensor)
 
     def read_new(self, name: str, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Reads the stored tensor `name` into a new one. It has the layout and sharding of `like` if the shapes are
-        equal."""
+        """The new tensor that the stored tensor `name` will be read into. If `like` has its shape, and is a DTensor or
+        on `device`, the new one has the layout and sharding of `like`."""
         stored = self._find_stored(self._per_rank_names.get(name, name))
         if stored is None:
             return torch.empty(0, device="cpu")
