@@ -31,8 +31,8 @@ class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class PartsSource:
-    """The parts of a checkpoint on all nodes. `tier`: hot; memory, and hot where a node has its part only there; or
-    peer, where another node's copy is read in place of each part that has one."""
+    """The parts of a checkpoint on all nodes. `tier`: hot; or memory, where a node that has its part only in hot reads
+    it there; or peer, where the copy on another node is read in place of each part that has one."""
 
     checkpoint: CheckpointId
     tier: str
@@ -84,8 +84,9 @@ def choose_parts(
 
 
 def with_whole_as_parts(nodes: Sequence[NodeInventory], run: str) -> list[NodeInventory]:
-    """A checkpoint that some nodes have whole in memory or hot, as those of a start on one node, counts as the part of
-    the first of them, with all ranks, unless the nodes' parts cover it: the other nodes read it there, if they can."""
+    """The inventories, with some whole checkpoints as parts. After a start on one node, only that node may have a
+    checkpoint whole in memory or hot. Unless the nodes' parts cover it, it counts as a part of the first node that has
+    it, with all ranks, so that the others can read it there. Unchanged where not all nodes read from each other."""
     if any(node.peer is None for node in nodes):
         return list(nodes)
     holders: dict[CheckpointId, list[int]] = {}
@@ -152,8 +153,8 @@ def part_of(node: NodeInventory, checkpoint: CheckpointId) -> HeldCheckpoint | N
 
 
 def used_copies(nodes: Sequence[NodeInventory], checkpoint: CheckpointId, tier: str) -> dict[int, HeldCheckpoint]:
-    """The copies that are read in place of parts, by the lowest rank of the node that keeps each: of parts that no node
-    has itself, or from the source `peer` of all parts. None where not all nodes read from each other."""
+    """The copies that are read in place of parts, by the lowest rank of the node that keeps each: of the parts that no
+    node has itself; if `tier` is peer, of every part that has one. Empty where not all nodes read from each other."""
     if any(node.peer is None for node in nodes):
         return {}
     own = [] if tier == PEER else _own_parts(nodes, checkpoint)

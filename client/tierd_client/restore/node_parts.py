@@ -175,7 +175,8 @@ class NodeReplicas:
     def _choose(self) -> tuple[_Source | None, Replica | None]:
         """(what all ranks read next, the open replica if it is a whole one). On other ranks nothing.
 
-        The newest of what the nodes have together and of what the daemon of rank 0 has whole, the first if equal."""
+        That is the newest checkpoint that the nodes have together, or the newest that the daemon of rank 0 has whole if
+        that is newer."""
         if self._ranks.rank != 0:
             return None, None
         request, run = self._request, self._session.hello.run
@@ -196,7 +197,7 @@ class NodeReplicas:
                     raise self._refusal(error, passed_over) from error
                 log.error("tierd: the newer checkpoint %s is passed over: %s", whole, error.message)
         if replica is not None and parts is not None and parts.checkpoint.recency >= replica.manifest.id.recency:
-            with replica:  # close it: an older one than was expected
+            with replica:  # close it: it is not newer than the parts
                 replica = None
         if replica is not None:
             source = _Source(checkpoint=replica.manifest.id, tier=replica.tier, is_parts=False)

@@ -59,8 +59,8 @@ class RestoreRequest:
 
 @contextmanager
 def _without_collections() -> Generator[None]:
-    """Python's garbage collector would run often while a plan is made: it has many small objects, which stay in use. Of
-    20,000 tensors, a restore took a third longer."""
+    """Turns Python's garbage collector off while a plan is made. A plan has many small objects, all in use: the
+    collector would run often and free nothing. A restore of 20,000 tensors took a third longer with it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

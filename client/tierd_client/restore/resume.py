@@ -1,7 +1,8 @@
 """Decides where a training starts: at the newest checkpoint, a named one, one of another run or a directory, or afresh.
 
 Training never silently starts at step 0. "auto" starts fresh only when every tier was listed and holds nothing of the
-run, "scratch" only then or by force, "require" never. Rank 0's choice applies to all ranks: all do the same or raise.
+run, "require" never. "scratch" does so only then, or by force, or, where a tier cannot be listed, if $TIERD_RESUME is
+"scratch". Rank 0's choice applies to all ranks: all do the same or raise.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def restore_by_policy(
 def _restore_run(
     session: DaemonSession, ranks: Ranks, run: str, request: RestoreRequest, read: ReadReplica, read_own: ReadReplica
 ) -> Replica:
-    """Start a run that has no checkpoints at one of another run. After a kill, the same command continues its own."""
+    """Restore a checkpoint of another run if this run has none. After a kill, the same command continues this run."""
     if run == session.hello.run:
         raise BadConfig(f"restore {run} with resume='run:{run}': it is this run", hint='"auto", or a step of it')
     own_request = RestoreRequest(allow_unhealthy=request.allow_unhealthy)

@@ -23,7 +23,8 @@ DEPTH_MAX = 4  # of the containers in an optimizer's attributes that are searche
 def check_restorable(state: Capturable, captured: Captured) -> None:
     """Raises Unsupported when a checkpoint of `captured` would not restore `state`, with the reason.
 
-    Changes nothing. A state that is neither a TrainingState nor a DictState is not checked.
+    Changes nothing. Of a state that is neither a TrainingState nor a DictState, only the memory of its tensors is
+    checked.
     """
     for tensor in captured.tensors:
         _check_memory(tensor)

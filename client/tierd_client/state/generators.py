@@ -65,8 +65,8 @@ def state_of(generator: object, path: str) -> dict[str, Any] | None:
 
 
 def difference(kind: str, saved: Mapping[str, Any], live: object, device: torch.device) -> str:
-    """Why `restore` could not restore the state into `live`, or into a new one if that is no generator; empty if it
-    could. A sampler refers to a live generator, so that one is never replaced by one of another kind."""
+    """Why `restore` could not give the state to `live`, or to a new generator if `live` is not one; empty if it could.
+    A live generator is never replaced by one of another kind, because a sampler may refer to it."""
     if kind not in KINDS.values():
         return f"the checkpoint holds a {kind}, which this version does not know"
     if type(live) in KINDS and KINDS[type(live)] != kind:

@@ -91,7 +91,8 @@ def _is_named_tuple(value: object) -> bool:
 
 
 def _is_dataclass(value: object) -> bool:
-    """Whether it is a dataclass of plain Python: made without arguments, its fields are all that it holds."""
+    """Whether it is a dataclass that can be made empty and then filled. One that inherits from dict, for example, holds
+    more than its fields."""
     return dataclasses.is_dataclass(value) and type(value).__new__ is object.__new__
 
 
@@ -134,8 +135,9 @@ class Rebuilder:
         self._differences = differences
         self._device = device
         self._generators: dict[int, tuple[object, dict[str, Any]]] = {}  # by id: the live one, the state that it got
+        # By the ids of a live dataclass and of its restored value: (the live one, the content that it got, the value).
+        # Both objects are kept, so that no other one gets such an id.
         self._dataclasses: dict[int, tuple[object, dict[str, Any], object]] = {}
-        # By the ids of the live one and of the value: the live one, whose id is used only once, its content, the value.
 
     def check(self, parts: Parts, place: Place) -> None:
         """Adds a difference when the value cannot be rebuilt."""
@@ -201,7 +203,8 @@ class Rebuilder:
             ) from error
 
     def _rebuild_dataclass(self, content: dict[str, Any], live: Any) -> object:
-        """A live one that two places share keeps both references if both saved the same content."""
+        """If two places refer to one live dataclass and saved the same content, both get one object again. Otherwise
+        the second place gets a new one."""
         known = self._dataclasses.get(id(live))
         if known is not None and _are_same(known[1], content):
             return known[2]
@@ -214,7 +217,8 @@ class Rebuilder:
         return value
 
     def _rebuild_generator(self, parts: Parts, place: Place) -> object:
-        """A live generator that two places share keeps both references if both saved the same state."""
+        """If two places refer to one live generator and saved the same state, both get it again. Otherwise the second
+        place gets a new one."""
         state, live = parts.content, place.live
         if id(live) in self._generators:
             known, its_state = self._generators[id(live)]

@@ -77,7 +77,8 @@ class OptimizersSection:
 def list_optimizers(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of a `TrainingState`. Raises BadConfig for what is none, or has state of unknown place."""
+    """The optimizers of a `TrainingState`. Raises BadConfig for an object that is not an optimizer, and for a
+    ZeroRedundancyOptimizer."""
     optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     for candidate in optimizers:
         if not isinstance(candidate, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -101,8 +102,9 @@ def prefixes_of(name: str, count: int) -> list[str]:
 
 
 class _NamedOptimizer:
-    """One optimizer and the names of its parameters: `names` by id(), since torch hashes a tensor by its id too, but
-    far more slowly; tensors `by_name`. `foreign` names are not in the model. `options` of the groups: all but params.
+    """One optimizer and the names of its parameters. `names`: by the id() of the parameter, because torch takes far
+    longer to hash a tensor. `by_name`: the parameters. `foreign`: the names of those that are not in the model.
+    `options`: of each group, all but its parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, prefix: str, model_names: Mapping[int, str]) -> None:
@@ -275,8 +277,8 @@ class _NamedOptimizer:
     def _plan_state(
         self, name: str, parameter: torch.Tensor, saved: Json, plan: RestorePlan, *, is_new: bool = False
     ) -> dict[str, Any]:
-        """In place where the optimizer has state already, unless it `is_new`. New tensors have the layout of the
-        parameter. `name`: in the checkpoint."""
+        """The state of one parameter, which `name` has in the checkpoint. Tensors that the optimizer has already are
+        read in place, unless it `is_new`; new ones have the layout of the parameter."""
         path = f"{self.prefix}.state.{name}"
 
         def new(stored_name: str, device: str) -> torch.Tensor:

@@ -205,7 +205,7 @@ class StatefulSection:
 
 
 def _other_groups(owner: object, saved: Json) -> str | None:
-    """Why a scheduler cannot take the state of one whose optimizer had another number of parameter groups."""
+    """Why a scheduler cannot take the saved state: that has another number of parameter groups, or of schedulers."""
     if not isinstance(owner, torch.optim.lr_scheduler.LRScheduler) or not isinstance(saved, dict):
         return None
     counted = {"base_lrs": "parameter groups", "min_lrs": "parameter groups", "_schedulers": "schedulers"}
@@ -215,7 +215,7 @@ def _other_groups(owner: object, saved: Json) -> str | None:
             continue
         if len(stored) != len(live):
             return f"checkpoint {len(stored)} {noun}, now {len(live)}"
-        for scheduler, state in zip(live, stored, strict=True):  # empty unless the scheduler holds others
+        for scheduler, state in zip(live, stored, strict=True):  # does nothing for learning rates
             if (why := _other_groups(scheduler, state)) is not None:
                 return why
     return None
@@ -286,7 +286,7 @@ def entry_of_key(section_name: str, key: object) -> str:
 class RngSection:
     """The random number generators. Restored last, because other sections may draw numbers.
 
-    Those on CUDA devices too, where `model` has parameters. These are iterated only once CUDA is initialised.
+    Once CUDA is initialised, also those of the current CUDA device and of the devices where `model` has parameters.
     """
 
     model: torch.nn.Module

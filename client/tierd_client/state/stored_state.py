@@ -11,8 +11,8 @@ from tierd_client.state.restore_plan import Available
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """`tree`: the state tree that this rank saved. Where another number of ranks saved the checkpoint, it is any
-    rank's, and `rank_local` is given. `available`: the tensors of all shards."""
+    """`tree`: the state tree that this rank saved. If another number of ranks saved the checkpoint, it is that of rank
+    0, and `rank_local` has those of all ranks. `available`: the tensors of all shards."""
 
     tree: Json
     available: Available

@@ -9,8 +9,8 @@ from tierd.errors import Unsupported
 
 
 def check_loader_state(path: str, state: Mapping[str, Any]) -> None:
-    """Raises Unsupported if workers read a stream without a state: torchdata 0.11 loads such a state only once, and the
-    state of the loader that has loaded it no longer."""
+    """Raises Unsupported if workers read a stream without a state: torchdata 0.11 resumes from such a state once, but
+    not from the next one, which the resumed loader returns."""
     for worker in state.get("_snapshot", {}).get("_worker_snapshots", {}).values():
         fetcher = worker["fetcher_state"]  # None: a dataset with indexes
         if fetcher is not None and fetcher["dataset_iter_state"] is None and worker["dataset_state"] is None:

@@ -1,8 +1,8 @@
 """The ranks agree on the step at which a request (stop, take a snapshot) takes effect, the same on all ranks.
 
 Without requests a step takes a lock. A rank with a request has the daemon call all ranks to a round, in which a thread
-of each takes part while training goes on. First all exchange their requests; a rank that was never called makes no
-training wait. After that, each rank keeps its training from passing its next step, and all act at the maximum of
+of each takes part while training goes on. First all exchange their requests; if a rank was never called, this waits,
+and no training does. After that, each rank keeps its training from passing its next step, and all act at the maximum of
 these steps. From there on a round needs only the ranks, no daemon.
 """
 
@@ -41,7 +41,7 @@ class Agreement:
     def __init__(self, ranks: Ranks, send: Callable[[wire.ToDaemon], None]) -> None:
         self._ranks = ranks
         self._send = send
-        # Its put() may interrupt a put() of the same thread: the only way out of a signal handler that never blocks.
+        # Its put() is safe in a signal handler: it may interrupt a put() of the same thread, and never blocks.
         # An int is the number of a round that all ranks are called to; None only wakes the thread.
         self._inbox: queue.SimpleQueue[RequestKind | int | None] = queue.SimpleQueue()
         self._changed = threading.Condition()

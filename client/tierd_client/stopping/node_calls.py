@@ -37,7 +37,7 @@ class CallStore(Protocol):
 
 
 def open_store(run: str, generation: int) -> CallStore:
-    """The part of the default store that belongs to the ranks of this run, from this generation on."""
+    """The part of the default store that the ranks of this run use in this generation."""
     default = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     return dist.PrefixStore(f"tierd/{run}/{generation}", default)  # pyright: ignore[reportPrivateImportUsage]
 

@@ -74,7 +74,7 @@ class StopRequests:
         self._is_forced = False
         self._grace_used_s = 0.0  # by snapshots since the stop request
         self._is_asked = False  # by `due`, for a step of which no snapshot was taken yet
-        self._is_decided = False  # whether that step stops a single rank
+        self._is_decided = False  # a check between steps has answered for that step, on a single rank
         self._is_last_due = False  # the run stops, and no snapshot was taken since
         self._made: set[RequestKind] = set()  # by a check of clock or file: each is made once
         self._every_s = 0.0
@@ -115,8 +115,8 @@ class StopRequests:
     # ── the training thread ──
 
     def due(self, step: int) -> bool:
-        """As `at`, for a loop that asks after each step. True also for the last snapshot of a run that stops: a loop
-        that reads `stopping` first, and then calls this, has not seen that stop before it leaves."""
+        """As `at`, for a loop that asks after each step. True also if the run stops and no snapshot was taken since: a
+        loop may read `stopping` before or after this call, and takes its last snapshot in both orders."""
         is_requested = self.at(step)
         self._is_asked = True
         return is_requested or self._is_last_due
@@ -139,9 +139,9 @@ class StopRequests:
         return step == self._snapshot_step
 
     def check_between_steps(self) -> None:
-        """A single rank need not wait for the end of a step to see that it should stop. After `due`, the first check
-        counts for that step: by a second answer, a loop would leave without the snapshot that it has not taken by the
-        first."""
+        """On a single rank, apply a stop between two steps, so that it does not wait for the end of a step. After
+        `due`, only the first check does so until the next step or snapshot: if the first found no stop and a second one
+        did, a loop could leave without its last snapshot, which it takes only if the first finds a stop."""
         if self._ranks.world_size == 1 and not self._is_decided:
             self._is_decided = self._is_asked
             if time.monotonic() >= self._next_poll_s:
