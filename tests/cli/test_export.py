@@ -190,5 +190,5 @@ def test_safetensors_export_needs_neither_torch_nor_memory_for_the_state(tmp_pat
     done = subprocess.run([sys.executable, "-c", MEASURED, *command], capture_output=True, text=True, check=True)
     peak, _, has_torch = done.stderr.split()
     assert has_torch == "False"
-    assert int(peak) < 256, "MB: mostly the interpreter and 64 MiB of buffers"
+    assert int(peak) < 256, "MB: mostly the interpreter and 96 MiB of buffers"
     assert (house.root / "out" / "model.safetensors").stat().st_size > 8 * (32 << 20)

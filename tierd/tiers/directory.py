@@ -32,8 +32,12 @@ from tierd.tiers.store import Progress, Source, StoredObject, check_key, conflic
 from tierd.tiers.tree import Tree, closing_fd, translated
 
 _OF_ONE_FILE = {errno.EACCES, errno.EPERM, errno.EIO}  # other files of the directory may be readable
-# One write. Eight in flight reach the limit of a disk, with digests too, and bound the memory of a copy.
-PIECE_BYTES = 8 * MIB
+# One write from memory. Eight in flight reach the limit of a disk, with digests too.
+WRITE_BYTES = 8 * MIB
+# One read of another store: half as many bytes would be twice as many requests to a bucket, and cost a third more
+# processor time. Those in flight bound the memory of all copies and fetches together.
+PIECE_BYTES = 16 * MIB
+BUFFERS = 6
 TIMEOUT_S = 120.0  # of a call, without a config; else limits.directory_timeout_s
 SYNC_BYTES_PER_S = 8 * MIB  # the fsync of a file gets the time for its bytes at this rate besides
 FREE_SPACE_TIMEOUT_S = 1.0  # status, which needs it, is asked with a timeout of 3 s
@@ -69,7 +73,7 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
         # While a piece is summed, it is written: the disk waits for no digest.
         threads = min(self.pieces_in_flight, len(os.sched_getaffinity(0)))
         self.sums_pool = ThreadPool(threads, "tierd-checksums", where=self.url, timeout_s=timeout_s)
-        self.buffers = Buffers(usual_bytes=PIECE_BYTES, count=self.pieces_in_flight)
+        self.buffers = Buffers(usual_bytes=PIECE_BYTES, count=BUFFERS)
         self._bandwidth = Bandwidth(max_write_mib_s)
         self._has_swept = False
 
@@ -125,7 +129,8 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
             self.pool.check_settled()
             try:
                 is_clone = await self.pool.run(file.begin, clone)
-                await for_each(self.pieces_in_flight, chunk_ranges(size_bytes, PIECE_BYTES), copy)
+                step = WRITE_BYTES if isinstance(source, memoryview) else PIECE_BYTES
+                await for_each(self.pieces_in_flight, chunk_ranges(size_bytes, step), copy)
                 entry = sums.entry(key.rpartition("/")[2], expect, action)
                 if replace:
                     await self.pool.run(file.keep_damaged)

@@ -59,7 +59,8 @@ def run_small(arguments: list[str], environ: Mapping[str, str], log: str, broken
     from tierd.transfer import fetch
     from tierd.workers import leftovers
 
-    checksum.CHUNK_BYTES = slot.CHUNK_BYTES = directory.PIECE_BYTES = fetch.PIECE_BYTES = CHUNK_BYTES
+    checksum.CHUNK_BYTES = slot.CHUNK_BYTES = CHUNK_BYTES
+    directory.WRITE_BYTES = directory.PIECE_BYTES = fetch.PIECE_BYTES = CHUNK_BYTES
     assert S3Store.__init__.__kwdefaults__
     S3Store.__init__.__kwdefaults__["part_bytes_min"] = CHUNK_BYTES
     leftovers.GRACE_S = 0.0
