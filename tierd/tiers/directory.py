@@ -35,7 +35,7 @@ _OF_ONE_FILE = {errno.EACCES, errno.EPERM, errno.EIO}  # other files of the dire
 # One write from memory. Eight in flight reach the limit of a disk, with digests too.
 WRITE_BYTES = 8 * MIB
 # One read of another store: half as many bytes would be twice as many requests to a bucket, and cost a third more
-# processor time. Those in flight bound the memory of all copies and fetches together.
+# processor time. Those in flight bound the memory of all copies and fetches into one directory together.
 PIECE_BYTES = 16 * MIB
 BUFFERS = 6
 TIMEOUT_S = 120.0  # of a call, without a config; else limits.directory_timeout_s
