@@ -19,6 +19,7 @@ from tierd.errors import TierUnreachable
 from tierd.s3 import requests as s3
 from tierd.s3.errors import retry_after_s
 from tierd.s3.store import S3Store
+from tierd.tiers.directory import BUFFERS
 
 CHUNK_BYTES = 16 << 10
 SIZE_BYTES = 4 * CHUNK_BYTES
@@ -140,6 +141,24 @@ async def test_request_ends_at_once_when_its_caller_is_cancelled(served: Bucket)
     assert time.monotonic() - began < 30
     assert len(served.uploads) == 1, "the next daemon continues it"
     await store.close()
+
+
+async def test_a_look_is_answered_while_a_fetch_has_all_its_reads_in_flight(served: Bucket) -> None:
+    """Over a slow link a read of 16 MiB takes longer than the silence after which a look has the tier not known."""
+    store = store_at(served, request_timeout_s=60)
+    await store.put_bytes("run/x", b"x")
+    served.script = lambda operation, key: "silence" if operation == "get_object" else ""
+    buffers = [memoryview(bytearray(1)) for _ in range(BUFFERS)]
+    reads = [asyncio.ensure_future(store.read("run/x", 0, buffer)) for buffer in buffers]
+    while served.count("get_object") < len(reads):
+        await asyncio.sleep(0.01)
+    look = asyncio.ensure_future(store.stored_checksum("run/x"))
+    answered, _ = await asyncio.wait([look], timeout=10)
+    for read in reads:
+        read.cancel()
+    await asyncio.gather(look, *reads, return_exceptions=True)
+    await store.close()
+    assert answered
 
 
 def write_credentials(path: Path, access_key: str) -> None:

@@ -19,6 +19,7 @@ from tierd.s3.body import PIECE_BYTES, Body
 from tierd.s3.client import Answer, RequestConnection, S3Client
 from tierd.s3.dialect import NO_EXTRAS, Dialect, Extra, Extras
 from tierd.s3.errors import ABSENT_OR_DENIED, Trouble, code_of, retry_after_s, trouble_of
+from tierd.tiers.directory import BUFFERS
 from tierd.tiers.pool import Buffers, ThreadPool
 from tierd.tiers.rate_limit import Bandwidth, UploadWindow
 from tierd.tiers.store import StoredObject, check_key
@@ -77,7 +78,9 @@ class S3Requests:
         self.parts_in_flight = limits.parts_in_flight
         self.window = UploadWindow(limits.parts_in_flight)
         self.bandwidth = Bandwidth(cold.max_upload_mib_s)
-        self.pool = ThreadPool(limits.parts_in_flight + 2, "tierd-s3")
+        # Two more than parts and the reads of a fetch, so that a look or a listing does not wait behind these.
+        threads = limits.parts_in_flight + BUFFERS + 2
+        self.pool = ThreadPool(threads, "tierd-s3")
         self.buffers = Buffers(usual_bytes=PIECE_BYTES, count=limits.parts_in_flight)
         self.dialect = Dialect(f"{cold.url} in {cold.name}")
         self._timeout_s = limits.request_timeout_s
@@ -85,9 +88,7 @@ class S3Requests:
         self._on_request = on_request
         encryption = {"ServerSideEncryption": cold.sse, "SSEKMSKeyId": cold.sse_kms_key_id}
         self._encryption = {name: value for name, value in encryption.items() if value}
-        self.client = S3Client(
-            cold, parts.netloc, connections=limits.parts_in_flight + 2, timeout_s=limits.request_timeout_s
-        )
+        self.client = S3Client(cold, parts.netloc, connections=threads, timeout_s=limits.request_timeout_s)
 
     def addressed(self, verb: str, key: str) -> tuple[str, str]:
         """(what a request does, for messages; the key of its object)."""
