@@ -25,9 +25,8 @@ from tests.support.s3 import BUCKET
 from tests.support.state import commit, shard_of
 from tests.support.waiting import wait_until
 from tierd.cli import opened_tiers
-from tierd.config.sections import LimitsConfig
+from tierd.tiers.directory import BUFFERS
 
-READS_IN_FLIGHT = LimitsConfig().parts_in_flight + 2  # the threads of a bucket's store
 CHUNK_BYTES = 1 << 20
 
 
@@ -83,7 +82,7 @@ def test_killed_restore_is_continued_by_the_same_command(
     target = house.root / "restored"
 
     first = house.start("restore", "--tier", "near", "--to", target)
-    wait_until(lambda: near.faults()["hold"] == READS_IN_FLIGHT, "all that is under way to be held")
+    wait_until(lambda: near.faults()["hold"] == BUFFERS, "all that is under way to be held")
     sent_bytes = near.sent["get_object"]
     kept_bytes = sent_bytes - CHUNK_BYTES - (1 << 20)  # all but one chunk and the manifest
     wait_until(lambda: written_bytes(first.pid) >= kept_bytes, "what has arrived to be written")

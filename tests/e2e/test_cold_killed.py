@@ -15,16 +15,14 @@ from tests.support.s3 import BUCKET
 from tests.support.store_contract import BytesSource, content
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.support.wire_peer import Peer
-from tierd.config.sections import LimitsConfig
 from tierd.format import layout, wire
 from tierd.format.ids import Rank, checkpoint_id
 from tierd.format.manifest import Manifest
-from tierd.tiers.directory import DirectoryStore
+from tierd.tiers.directory import BUFFERS, DirectoryStore
 from tierd.tiers.tier import Tier
 
 CHUNK_BYTES = 5 << 20  # the smallest part that S3 takes
 PARTS = 8
-READS_IN_FLIGHT = LimitsConfig().parts_in_flight + 2  # the threads of a bucket's store
 SIZE_BYTES = PARTS * CHUNK_BYTES - 1
 NAME = "rank-00000-of-00001.safetensors"
 
@@ -141,7 +139,7 @@ def test_daemon_killed_halfway_through_a_fetch_continues_it_at_the_next_request(
         with serving(tmp_path, more=cold(served)) as first, Peer(first.socket) as trainer:
             trainer.greet(manifest.run)
             trainer.send(find)
-            wait_until(lambda: served.faults()["hold"] == READS_IN_FLIGHT, "all fetches to be held")
+            wait_until(lambda: served.faults()["hold"] == BUFFERS, "all fetches to be held")
             first.kill()
         sent_bytes = served.sent["get_object"]
         assert manifest.size_bytes / 2 <= sent_bytes < manifest.size_bytes
