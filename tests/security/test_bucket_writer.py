@@ -44,12 +44,17 @@ def train(daemon: Daemon, snapshots: int) -> None:
 
 
 def forge(daemon: Daemon, *, step: int, generation: int = 1, tier: str = "cold") -> Path:
-    """Copies a genuine checkpoint without its markers to another step, with a manifest that fits it."""
+    """Copies a genuine checkpoint without its markers to another step, with a manifest that fits it.
+
+    The manifest appears at once: a daemon that lists it while it is written takes it for a damaged one.
+    """
     genuine = daemon.folder(1, tier=tier)
     folder = genuine.parent / f"{step:012d}-g{generation:04d}"
-    shutil.copytree(genuine, folder, ignore=shutil.ignore_patterns("healthy.json", "*.partial"))
-    manifest = json.loads((folder / "manifest.json").read_bytes()) | {"step": step, "generation": generation}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    shutil.copytree(genuine, folder, ignore=shutil.ignore_patterns("healthy.json", "manifest.json", "*.partial"))
+    manifest = json.loads((genuine / "manifest.json").read_bytes()) | {"step": step, "generation": generation}
+    written = daemon.root / "forged.json"
+    written.write_text(json.dumps(manifest, indent=1) + "\n")
+    written.rename(folder / "manifest.json")
     return folder
 
 
