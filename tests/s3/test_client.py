@@ -144,7 +144,7 @@ async def test_request_ends_at_once_when_its_caller_is_cancelled(served: Bucket)
 
 
 async def test_a_look_is_answered_while_a_fetch_has_all_its_reads_in_flight(served: Bucket) -> None:
-    """Over a slow link a read of 16 MiB takes longer than the silence after which a look has the tier not known."""
+    """Over a slow link, a read of 16 MiB takes longer than the time after which a look notes the tier as not known."""
     store = store_at(served, request_timeout_s=60)
     await store.put_bytes("run/x", b"x")
     served.script = lambda operation, key: "silence" if operation == "get_object" else ""
