@@ -139,7 +139,7 @@ def test_node_without_peers_is_read_by_its_own_ranks_only(tmp_path: Path) -> Non
         with connected(daemons[::-1], 4) as trainers:
             for error in refusals(trainers, "restore"):
                 assert isinstance(error, TierUnreachable)
-                assert "which were placed elsewhere" in error.message
+                assert "and the nodes do not read from each other" in error.message
         assert restored(daemons, 4) == ([(1, "hot")] * 4, digests)
 
 

@@ -18,6 +18,8 @@ from tierd.format.node_messages import HeldCheckpoint
 from tierd.format.peers import PeerAddress
 from tierd.format.wire import DESCRIPTORS_MAX
 
+_NO_PEERS = "and the nodes do not read from each other"  # the end of a sentence
+
 
 class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
     """What the daemon of one node has. `ranks`: those that are on this node now. `peer`: how other nodes read it; None
@@ -31,8 +33,8 @@ class NodeInventory(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class PartsSource:
-    """The parts of a checkpoint on all nodes. `tier`: hot; or memory, where a node that has its part only in hot reads
-    it there; or peer, where the copy on another node is read in place of each part that has one."""
+    """The parts of a checkpoint on all nodes. `tier`: hot; or memory (a node that has its part only in hot reads it
+    from hot); or peer (a part that another node has copied is read from the copy)."""
 
     checkpoint: CheckpointId
     tier: str
@@ -60,8 +62,8 @@ def choose_parts(
 ) -> tuple[PartsSource | None, list[PassedOver]]:
     """The newest covered checkpoint, from memory if it can be, and why newer ones were passed over.
 
-    `tier`: auto, or the only one to take. `failed`: sources that a rank could not read, as (checkpoint, tier).
-    `unhealthy`: checkpoints that were found so since.
+    `tier`: auto, or the only one to take; hot includes peer. `failed`: sources that a rank could not read, as
+    (checkpoint, tier). `unhealthy`: checkpoints that were found unhealthy after the daemons had answered.
     """
     passed_over: list[PassedOver] = []
     for checkpoint in sorted(_with_parts(nodes, run), key=lambda each: each.recency, reverse=True):
@@ -84,9 +86,10 @@ def choose_parts(
 
 
 def with_whole_as_parts(nodes: Sequence[NodeInventory], run: str) -> list[NodeInventory]:
-    """The inventories, with some whole checkpoints as parts. After a start on one node, only that node may have a
-    checkpoint whole in memory or hot. Unless the nodes' parts cover it, it counts as a part of the first node that has
-    it, with all ranks, so that the others can read it there. Unchanged where not all nodes read from each other."""
+    """The inventories, with some whole checkpoints as parts. A start on one node leaves whole checkpoints in memory and
+    hot of that node alone. If the parts on the nodes do not cover such a checkpoint, it counts as a part with all ranks
+    on the first node that has it, so that the others can read it there. Unchanged unless all nodes read from each
+    other."""
     if any(node.peer is None for node in nodes):
         return list(nodes)
     holders: dict[CheckpointId, list[int]] = {}
@@ -153,8 +156,9 @@ def part_of(node: NodeInventory, checkpoint: CheckpointId) -> HeldCheckpoint | N
 
 
 def used_copies(nodes: Sequence[NodeInventory], checkpoint: CheckpointId, tier: str) -> dict[int, HeldCheckpoint]:
-    """The copies that are read in place of parts, by the lowest rank of the node that keeps each: of the parts that no
-    node has itself; if `tier` is peer, of every part that has one. Empty where not all nodes read from each other."""
+    """The copies that are read in place of parts, by the lowest rank of the node that keeps the copy: if `tier` is
+    peer, those of all parts that have one, else only those of parts that no node has itself. Empty unless all nodes
+    read from each other."""
     if any(node.peer is None for node in nodes):
         return {}
     own = [] if tier == PEER else _own_parts(nodes, checkpoint)
@@ -202,7 +206,7 @@ def _distance(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
     world_size = next(held.world_size for held in _held(nodes, checkpoint) if held.part_in)
     ranks = sum(len(node.ranks) for node in nodes)
     if ranks != world_size:
-        return f"{world_size} ranks saved it on several nodes, now there are {ranks}"
+        return f"{world_size} ranks saved it on several nodes, now there are {ranks}, {_NO_PEERS}"
     saved_here = {node.ranks[0]: part_of(node, checkpoint) for node in nodes}
     moved = [
         rank
@@ -210,11 +214,11 @@ def _distance(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
         for rank in node.ranks
         if (part := saved_here[node.ranks[0]]) is None or rank not in part.ranks
     ]
-    return f"another node has the part with {_ranks(sorted(moved))}, which were placed elsewhere" if moved else ""
+    return f"another node has the part with {_ranks(sorted(moved))}, {_NO_PEERS}" if moved else ""
 
 
 def _tiers(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> list[str]:
-    """The sources of a covered checkpoint, nearest first. The last: where a part is damaged, its copy may not be."""
+    """The sources of a covered checkpoint, nearest first. Peer is last: the copy of a damaged part may be intact."""
     places = [held.part_in for held in _parts(nodes, checkpoint, AUTO)]
     tiers = [MEMORY] if any(MEMORY in place for place in places) else []
     tiers += [HOT] if all(HOT in place for place in places) else []

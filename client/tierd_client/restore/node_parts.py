@@ -39,7 +39,7 @@ from tierd_client.restore.part_replica import PartElsewhere, PartReplica
 from tierd_client.restore.replica import Replica, RestoreRequest, find_replica, hand_over
 from tierd_client.session import DaemonSession
 
-HELD_OF_NODE_MAX = 16 * HELD_MAX  # checkpoints that a node tells of
+HELD_OF_NODE_MAX = 16 * HELD_MAX  # checkpoints that a node reports
 
 
 class Problem(enum.IntEnum):
@@ -79,7 +79,8 @@ class _SharedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_over_nodes(session: DaemonSession, ranks: Ranks) -> bool:
-    """All ranks. Whether they are on several nodes, or the daemon of rank 0 has parts of an earlier start that was."""
+    """All ranks. Whether they are on several nodes, or the daemon of rank 0 has parts of an earlier start on several
+    nodes."""
     if session.hello.node is not None:
         return True
 
@@ -173,10 +174,10 @@ class NodeReplicas:
     # ── rank 0 ──
 
     def _choose(self) -> tuple[_Source | None, Replica | None]:
-        """(what all ranks read next, the open replica if it is a whole one). On other ranks nothing.
+        """On rank 0: (what all ranks read next, the open replica if it is a whole one). On other ranks: (None, None).
 
-        That is the newest checkpoint that the nodes have together, or the newest that the daemon of rank 0 has whole if
-        that is newer."""
+        The source is the newest checkpoint that the nodes have together, or the newest that the daemon of rank 0 has
+        whole if that is newer."""
         if self._ranks.rank != 0:
             return None, None
         request, run = self._request, self._session.hello.run
@@ -227,8 +228,9 @@ class NodeReplicas:
                 log.error("tierd: %s", passed.reason)
             return error
         return TierUnreachable(
-            f"restore {run}: none of its checkpoints can be restored now. {newest.reason}. Whole ones: {error.message}",
-            hint="bring back the nodes that have the missing parts, or the tier that has one whole; "
+            f"restore {run}: none of its checkpoints can be restored now. {newest.reason}. The daemon of rank 0 found "
+            f"no whole one: {error.message}",
+            hint="bring back the nodes that have the missing parts, or a tier that has a whole checkpoint; "
             + (error.hint or 'restore(state, resume="scratch", force=True) begins anew'),
         )
 
@@ -293,7 +295,7 @@ class NodeReplicas:
         return used_part(self._node_of(rank), self._nodes, checkpoint, tier)
 
     def _open(self, checkpoint: CheckpointId, tier: str, held: HeldCheckpoint, *, is_copy: bool = False) -> PartReplica:
-        """A part that this rank's daemon has. `held`: what it has told of it."""
+        """A part that this rank's daemon has. `held`: what the daemon has reported about it."""
         message = wire.Find(
             request=0,
             step=checkpoint.step,

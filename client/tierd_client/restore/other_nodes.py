@@ -16,8 +16,8 @@ from tierd_client.session import DaemonSession
 
 def check_nothing_elsewhere(session: DaemonSession, ranks: Ranks) -> None:
     """All ranks, after rank 0's daemon had no checkpoint. Raises TierUnreachable on all ranks when the daemon of a node
-    has one, or a part of one that may still become whole. Raises what else that daemon answers, for example that it
-    cannot list a tier. If the other parts never came, the node that has one logs an error."""
+    has one, or a part of one that may still become whole. Raises any other error of that daemon, for example that it
+    cannot list a tier. A node logs an error if its newest checkpoint is a part that can never become whole."""
 
     def check() -> None:
         if not is_lowest_of_node(session.hello):
@@ -33,8 +33,8 @@ def check_nothing_elsewhere(session: DaemonSession, ranks: Ranks) -> None:
         newest = session.welcome.newest
         if newest is not None:
             log.error(
-                "tierd: %s starts from scratch: of step %d of generation %d this node has only its part, and the "
-                "others never came: the steps until then are lost",
+                "tierd: %s starts from scratch: this node has only its own part of step %d of generation %d, and the "
+                "other parts are missing: all steps up to that one are lost",
                 session.hello.run,
                 newest.step,
                 newest.generation,
@@ -53,7 +53,8 @@ def newest_here(session: DaemonSession) -> str:
 
 
 def _whole_here(session: DaemonSession) -> str:
-    """As `newest_here`, but not what can never become whole."""
+    """The newest checkpoint that this node's daemon has whole; empty: none. Raises TierUnreachable while one of its
+    parts may still become whole, and otherwise as `newest_here`."""
     try:
         with find_replica(session, RestoreRequest(allow_unhealthy=True), [], chunks=()) as replica:
             return f"{replica.manifest.id} in {replica.tier}"
@@ -73,7 +74,7 @@ def check_scratch_elsewhere(session: DaemonSession, rank: int) -> str:
         log.warning("tierd: %s starts from scratch: %s", session.hello.run, error)
         return ""
     except TierdError as error:
-        return f"what cannot be read: {error.message}"
+        return f"one that cannot be read: {error.message}"
 
 
 def report_newer_here(session: DaemonSession, restored: CheckpointId) -> None:

@@ -1,8 +1,9 @@
-"""Decides where a training starts: at the newest checkpoint, a named one, one of another run or a directory, or afresh.
+"""Decides where a training starts: at the newest checkpoint, a named one, one of another run or a directory, or fresh.
 
-Training never silently starts at step 0. "auto" starts fresh only when every tier was listed and holds nothing of the
-run, "require" never. "scratch" does so only then, or by force, or, where a tier cannot be listed, if $TIERD_RESUME is
-"scratch". Rank 0's choice applies to all ranks: all do the same or raise.
+Training never silently starts at step 0. "auto" starts fresh only when every tier was listed and none has a checkpoint
+of the run, "require" never. "scratch" starts fresh in the same case, or with force=True, or, if some tiers cannot be
+listed and the others have no checkpoint of the run, with $TIERD_RESUME set to "scratch". Rank 0's choice applies to all
+ranks: all do the same or raise.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ def restore_by_policy(
 def _restore_run(
     session: DaemonSession, ranks: Ranks, run: str, request: RestoreRequest, read: ReadReplica, read_own: ReadReplica
 ) -> Replica:
-    """Restore a checkpoint of another run if this run has none. After a kill, the same command continues this run."""
+    """Restore the newest checkpoint of this run, or, if it has none, one of the run `run`. So after a kill the same
+    command continues this run."""
     if run == session.hello.run:
         raise BadConfig(f"restore {run} with resume='run:{run}': it is this run", hint='"auto", or a step of it')
     own_request = RestoreRequest(allow_unhealthy=request.allow_unhealthy)
