@@ -51,7 +51,7 @@ def check_restorable(state: Capturable, captured: Captured) -> None:
         except Mismatch as error:
             differences = error.message.partition("\n")[2]
             raise Unsupported(
-                f"check that a checkpoint of this state can be restored: it can not\n{differences}",
+                f"check that a checkpoint of this state can be restored: it cannot\n{differences}",
                 hint="rename or remove these entries; see docs/RESUME.md",
             ) from error
 

@@ -103,7 +103,8 @@ def _fields(value: Any, path: str) -> dict[str, Any]:
     others = sorted((getattr(value, "__dict__", {}).keys() | slots) - set(names))
     missing = [name for name in names if not hasattr(value, name)]
     if others or missing:
-        what = f"has {', '.join(others)}, no field" if others else f"has no value of its field {', '.join(missing)}"
+        listed = ", ".join(others or missing)
+        what = f"has {listed} beside its fields" if others else f"has no value of its field {listed}"
         raise Unsupported(f"encode {path}: this {kind.__qualname__} {what}", hint="make each attribute a field")
     properties = {name: inspect.getattr_static(kind, name, None) for name in names}
     read_only = [name for name, found in properties.items() if isinstance(found, property) and found.fset is None]
@@ -136,7 +137,7 @@ class Rebuilder:
         self._device = device
         self._generators: dict[int, tuple[object, dict[str, Any]]] = {}  # by id: the live one, the state that it got
         # By the ids of a live dataclass and of its restored value: (the live one, the content that it got, the value).
-        # Both objects are kept, so that no other one gets such an id.
+        # Both objects are kept, so that Python does not reuse their ids.
         self._dataclasses: dict[int, tuple[object, dict[str, Any], object]] = {}
 
     def check(self, parts: Parts, place: Place) -> None:
@@ -153,8 +154,8 @@ class Rebuilder:
         if kind.__qualname__ != parts.name or not self._objects.from_live:
             now = "nothing" if live is None else f"a {kind.__qualname__}"
             return (
-                f"the checkpoint holds a {parts.name}, whose class a restore takes from the live value: {now}; "
-                f"put a {parts.name} there before the restore, or give encode= and decode="
+                f"the checkpoint holds a {parts.name}, the state has {now} there; a restore takes the class from the "
+                f"live value: put a {parts.name} there before the restore, or give encode= and decode="
             )
         match parts.tag:
             case "$enum" if isinstance(live, enum.Enum):

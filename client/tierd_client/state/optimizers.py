@@ -90,7 +90,8 @@ def list_optimizers(
         zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # imported wherever one exists
         if zero is not None and isinstance(candidate, zero.ZeroRedundancyOptimizer):
             raise BadConfig(
-                "TrainingState(optimizer=…): a ZeroRedundancyOptimizer keeps parts that do not tell their place",
+                "TrainingState(optimizer=…): each rank of a ZeroRedundancyOptimizer has another part of the state, and "
+                "nothing in it says which",
                 hint="use the optimizer that it was made with, or FSDP2; docs/guides/migrate.md moves its state over",
             )
     return optimizers
@@ -104,7 +105,7 @@ def prefixes_of(name: str, count: int) -> list[str]:
 class _NamedOptimizer:
     """One optimizer and the names of its parameters. `names`: by the id() of the parameter, because torch takes far
     longer to hash a tensor. `by_name`: the parameters. `foreign`: the names of those that are not in the model.
-    `options`: of each group, all but its parameters.
+    `options`: of each group, all but its parameters and their names.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, prefix: str, model_names: Mapping[int, str]) -> None:
@@ -277,8 +278,9 @@ class _NamedOptimizer:
     def _plan_state(
         self, name: str, parameter: torch.Tensor, saved: Json, plan: RestorePlan, *, is_new: bool = False
     ) -> dict[str, Any]:
-        """The state of one parameter, which `name` has in the checkpoint. Tensors that the optimizer has already are
-        read in place, unless it `is_new`; new ones have the layout of the parameter."""
+        """The state of one parameter. `name`: the parameter's name in the checkpoint. The tensors that the optimizer
+        has for it already are filled in place, unless `is_new`; a new one gets the parameter's layout if it has its
+        shape."""
         path = f"{self.prefix}.state.{name}"
 
         def new(stored_name: str, device: str) -> torch.Tensor:

@@ -106,7 +106,7 @@ class RankLocal:
         return all(torch.equal(self._read_bytes(layout, name)["", ""], expected) for name in names[1:])
 
     def is_shared(self, name: str) -> bool:
-        """Whether all ranks saved an equal section. The suffix of the tensors that `per_rank` named may differ."""
+        """Whether all ranks saved the same section. The ranks in the names of `per_rank` tensors may differ."""
         first, *others = [_without_rank(tree.get(name)) for tree in self.rank_trees]
         return all(_are_same(first, other) for other in others)
 

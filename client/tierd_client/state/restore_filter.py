@@ -28,10 +28,10 @@ _OPTIMIZER_STATE = re.compile(r"(optimizer(?:\.\d+)?\.state\.)(.+)", re.DOTALL)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEntries:
     """The entries of a checkpoint. `tensors`: by entry, the stored name of its tensor, or "" if it is not one tensor.
-    `objects`: by entry, the encoded value of what a module or a dict of tensors has beside tensors; `paths`: by such an
-    entry, what the names of the tensors in its value begin with, if not the entry. `optional`: entries that other ranks
-    hold, so that this rank's state may lack them. `has_optimizers`: names that begin with `optimizer.` are those of an
-    optimizer."""
+    `objects`: by entry, the encoded value of what a module or a dict of tensors has beside tensors. `paths`: by entry
+    of `objects`, the prefix of the names of the tensors in its value; of an absent entry, the prefix is the entry.
+    `optional`: entries that other ranks hold, so that this rank's state may lack them. `has_optimizers`: names that
+    begin with `optimizer.` are those of an optimizer."""
 
     tensors: dict[str, str] = field(default_factory=dict[str, str])
     objects: dict[str, Json] = field(default_factory=dict[str, Json])

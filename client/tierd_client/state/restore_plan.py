@@ -50,8 +50,8 @@ class ReadTensors(Protocol):
 
 
 class RestorePlan(EntrySelection):
-    """Filled by the sections of a state. `destinations` are the tensors to fill: the first of a stored tensor under its
-    name, others under (name, number). `differences` has one sentence for each difference."""
+    """Filled by the sections of a state. `destinations` are the tensors to fill, by the name of the stored tensor; if
+    it fills several, the others are by (name, number). `differences` has one sentence for each difference."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ class RestorePlan(EntrySelection):
 
     def _refuse_shared(self, name: str, other: CapturedTensor) -> None:
         self.differences.append(
-            f"{name}: it shares memory with the tensor that gets {other.name}, which has another shape here or another "
-            "dtype in the checkpoint: neither can be cast"
+            f"{name}: it shares memory with the tensor that gets {other.name}; to cast them, both must have the same "
+            "shape and address here and the same dtype in the checkpoint"
         )
 
     def protect(self, name: str, value: object) -> None:

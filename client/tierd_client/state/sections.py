@@ -205,7 +205,8 @@ class StatefulSection:
 
 
 def _other_groups(owner: object, saved: Json) -> str | None:
-    """Why a scheduler cannot take the saved state: that has another number of parameter groups, or of schedulers."""
+    """Why a scheduler cannot take the saved state: the numbers of parameter groups or of schedulers differ. None if it
+    can."""
     if not isinstance(owner, torch.optim.lr_scheduler.LRScheduler) or not isinstance(saved, dict):
         return None
     counted = {"base_lrs": "parameter groups", "min_lrs": "parameter groups", "_schedulers": "schedulers"}

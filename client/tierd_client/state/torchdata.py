@@ -9,8 +9,8 @@ from tierd.errors import Unsupported
 
 
 def check_loader_state(path: str, state: Mapping[str, Any]) -> None:
-    """Raises Unsupported if workers read a stream without a state: torchdata 0.11 resumes from such a state once, but
-    not from the next one, which the resumed loader returns."""
+    """Raises Unsupported if workers read a stream that has no state of its own. torchdata 0.11 resumes such a loader
+    once, but not again from the state that the resumed loader returns."""
     for worker in state.get("_snapshot", {}).get("_worker_snapshots", {}).values():
         fetcher = worker["fetcher_state"]  # None: a dataset with indexes
         if fetcher is not None and fetcher["dataset_iter_state"] is None and worker["dataset_state"] is None:

@@ -125,7 +125,7 @@ ROWS = [
     ),
     Row(
         "`ZeroRedundancyOptimizer`",
-        "a ZeroRedundancyOptimizer keeps parts that do not tell their place",
+        "each rank of a ZeroRedundancyOptimizer has another part of the state",
         zero,
     ),
     Row("a dict of optimizers", "is no torch.optim.Optimizer", lambda p: {"main": optim.Adam(p)}),

@@ -270,7 +270,7 @@ ROWS = [
         fresh=lambda: Record(Record([Colour.BLUE, torch.zeros(2)])),
     ),
     Row("frozen dataclass with slots", EXACT, lambda: Frozen(1, Point(2)), fresh=lambda: Frozen(3, Point(4))),
-    Row("dataclass with an attribute that is no field", "this Record has cache, no field", cached),
+    Row("dataclass with an attribute that is no field", "this Record has cache beside its fields", cached),
     Row("dataclass without the value of a field", "has no value of its field x", incomplete),
     Row("dataclass that is a `dict`", "RecordDict has no safe form", lambda: RecordDict(1)),
     Row(

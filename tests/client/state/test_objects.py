@@ -171,9 +171,9 @@ def test_enum_in_a_dict_of_averages_is_refused_by_its_path() -> None:
 @pytest.mark.parametrize(
     ("saved", "live", "message"),
     [
-        (Phase.TRAIN, None, "extra.value: the checkpoint holds a Phase, .* live value: nothing"),
-        ([1, Phase.TRAIN], [1], r"extra.value\[1\]: the checkpoint holds a Phase, .*: nothing"),
-        ({"a": Phase.TRAIN}, {"a": "TRAIN"}, "extra.value.a: the checkpoint holds a Phase, .*: a str"),
+        (Phase.TRAIN, None, "extra.value: the checkpoint holds a Phase, the state has nothing there"),
+        ([1, Phase.TRAIN], [1], r"extra.value\[1\]: the checkpoint holds a Phase, the state has nothing there"),
+        ({"a": Phase.TRAIN}, {"a": "TRAIN"}, "extra.value.a: the checkpoint holds a Phase, the state has a str there"),
         (Phase.TRAIN, enum.Enum("Phase", "OTHER").OTHER, "Phase.TRAIN, which is no member now"),  # type: ignore[attr-defined]
         (Parts.A | Parts.C, enum.Flag("Parts", "A B").A, "Parts.5, which is no member now"),  # type: ignore[attr-defined]
         (Parts.A | Parts.C, enum.Flag("Parts", "A B", boundary=enum.EJECT).A, "Parts.5, which"),  # type: ignore[attr-defined]
