@@ -1,9 +1,9 @@
 """The ranks agree on the step at which a request (stop, take a snapshot) takes effect, the same on all ranks.
 
-Without requests a step takes a lock. A rank with a request has the daemon call all ranks to a round, in which a thread
-of each takes part while training goes on. First all exchange their requests; if a rank was never called, this waits,
-and no training does. After that, each rank keeps its training from passing its next step, and all act at the maximum of
-these steps. From there on a round needs only the ranks, no daemon.
+Without requests, a step only acquires a lock. A rank with a request has the daemon call all ranks to a round. A thread
+on each rank takes part in it while training goes on. First the threads exchange the requests. If a rank was not called,
+the others wait in this exchange, but their training does not. Then each rank stops its training from passing its next
+step, and all act at the maximum of these steps. After the first exchange a round needs only the ranks, no daemon.
 """
 
 from __future__ import annotations

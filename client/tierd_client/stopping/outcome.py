@@ -19,8 +19,8 @@ class Halted(SystemExit):
 def outcome_of(error: BaseException | None, stop_reason: str) -> wire.Goodbye:
     """The outcome of a `with client:` block that `error` has ended, or that ended without one.
 
-    stopped: start the same command again. finished: the loop came to its end. halted: a person must decide, because
-    the loop said so or was interrupted at once, or because the same command would get the same error. failed: all else.
+    stopped: start the same command again. finished: the loop came to its end. halted: a person must decide, because of
+    `Client.halt` or a KeyboardInterrupt, or because the same command would get the same error. failed: all else.
     """
     match error:
         case Halted():

@@ -140,8 +140,8 @@ class StopRequests:
 
     def check_between_steps(self) -> None:
         """On a single rank, apply a stop between two steps, so that it does not wait for the end of a step. After
-        `due`, only the first check does so until the next step or snapshot: if the first found no stop and a second one
-        did, a loop could leave without its last snapshot, which it takes only if the first finds a stop."""
+        `due`, only the first check does so until the next step or snapshot. Otherwise `if due(step) or stopping:
+        snapshot(); if stopping: break` could find a stop at its second check only, and leave without a snapshot."""
         if self._ranks.world_size == 1 and not self._is_decided:
             self._is_decided = self._is_asked
             if time.monotonic() >= self._next_poll_s:
