@@ -185,7 +185,7 @@ async def test_part_with_a_rank_of_this_node_is_refused(two: TwoNodes) -> None:
     await two.persist(two.here, 5, msgspec.structs.replace(HERE, ranks=[0, 1]))
     assert not await two.copier.run_once()
     assert two.steps == []
-    assert "ranks 1 are in this node's part too" in two.here.incidents.recent()[0]["message"]
+    assert "its ranks overlap this node's part: 1" in two.here.incidents.recent()[0]["message"]
 
 
 async def test_partner_that_cannot_be_reached_is_an_incident_and_tried_again(two: TwoNodes) -> None:

@@ -74,7 +74,7 @@ def _needed(decision: Decision) -> Decision:
 
 
 def _spare(catalog: Catalog, decided: list[Decision]) -> dict[CheckpointId, str]:
-    """The parts in hot of runs that have left this node that go, and why; newest first."""
+    """The parts in hot that are deleted because their run has left this node, and why; newest first."""
     if not catalog.left or not catalog.tiers[HOT].is_known:
         return {}
     waiting = {each.checkpoint for each in decided if each.action in (Action.REPLICATE, Action.WAIT)}

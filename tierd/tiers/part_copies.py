@@ -48,7 +48,8 @@ class PartCopies:
                 if isinstance(found, NodeFile):
                     self._parts[found.id] = found
                 elif isinstance(found, TierdError):
-                    log.warning("a copy of another node's part is not used, its files stay for now: %s", found.message)
+                    text = "a copy of another node's part is not used; its files are kept for inspection: %s"
+                    log.warning(text, found.message)
                     self.unreadable[checkpoint] = sum(listing.files[checkpoint].values())
             # Last: a file that cannot be deleted must not hide the copies that are complete.
             for checkpoint in listing.partial:

@@ -121,10 +121,10 @@ class Announcements:
         other = f"{how}, so it may be another save of step {announced.step}: "
         if self._is_last_on_node_0:
             # Node 0 writes the last file of a save. The files here do not show when the save is complete.
-            must = f"the clocks of the nodes must agree within {quiet_s:g} s, quiet_s"
+            must = f"the clocks of the nodes must agree within quiet_s, {quiet_s:g} s"
             is_other, is_same = later_s > quiet_s, later_s <= same_s
         else:
-            must = f"the clocks of the nodes must agree, and a save end on all within {spread_s:g} s, 6 times quiet_s"
+            must = f"the clocks must agree, and a save must end on all nodes within 6 times quiet_s, {spread_s:g} s"
             is_other, is_same = abs(later_s) > spread_s, abs(later_s) <= same_s
         if is_other:
             return other + must

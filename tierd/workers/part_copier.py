@@ -163,7 +163,7 @@ class PartCopier:
                 raise Corrupt(f"copy {part.name} of {own.id} from {where}: it is a part of another checkpoint")
             if shared := set(part.ranks).intersection(own.ranks):
                 ranks = ranks_text(sorted(shared))
-                raise Corrupt(f"copy {part.name} of {own.id} from {where}: ranks {ranks} are in this node's part too")
+                raise Corrupt(f"copy {part.name} of {own.id} from {where}: its ranks overlap this node's part: {ranks}")
             begun = self._begun.get(own.id)
             is_of_another_node = begun is not None and begun.manifest.files != part.files
             if own.id in self._copies.unreadable or is_of_another_node:

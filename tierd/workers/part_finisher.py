@@ -1,8 +1,9 @@
 """Sends the part of a lost node to a cold tier, from the copy of it that this node, its partner, keeps.
 
 A checkpoint over several nodes is committed when the parts of all nodes are in the tier. A node counts as lost when for
-LOST_AFTER_S it has accepted no connection, or has answered that it lacks the part, as after the loss of its disk, or is
-unknown to this daemon. A slow node is not lost: otherwise both would send the same bytes.
+LOST_AFTER_S it has accepted no connection, or has answered that it lacks the part (as after the loss of its disk), or
+its address or token is not known here (after a restart of either daemon). A slow node is not lost: otherwise both would
+send the same bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PartFinisher:
         self._context = context
         self._copies = copies
         self._cold = cold
-        self._silent_since_s: dict[CheckpointId, float] = {}  # since when the other node did not have its part
+        self._silent_since_s: dict[CheckpointId, float] = {}  # since when the other node could not send its part
 
     async def run_once(self) -> bool:
         """False when a part could not be sent. Raises Transient when the tier does not answer, or a copy cannot be read
@@ -115,7 +116,7 @@ class PartFinisher:
         node_file = self._context.node_file(part, is_healthy=is_healthy)
         with self._context.throttle.writing(self._cold.name) as count_written:
             await copy_part(part, self._copies.tier, self._cold, lambda: node_file, progress=count_written)
-        text = "sent %s of %s to %s from the copy here: for %.0f s it could not be found on the node that saved it"
+        text = "sent %s of %s to %s from the copy here: for %.0f s it could not be read from the node that saved it"
         log.info(text, part.name, own.id, self._cold.name, LOST_AFTER_S)
         self._context.audit.record(EventKind.REPLICATED, checkpoint=own.id, tier=self._cold.name, reason=part.name)
         self._context.metrics.bytes_total.labels(tier=self._cold.name, direction="write").inc(part.size_bytes)
