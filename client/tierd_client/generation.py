@@ -161,7 +161,7 @@ class Generation:
             session.close()
             raise Unsupported(
                 f"join {self.run} with a secret: the daemon (tierd {session.welcome.version}) does not check secrets",
-                hint="start the daemon again with this version of tierd, or unset TIERD_RUN_SECRET",
+                hint="start the daemon again with the trainer's version of tierd, or unset TIERD_RUN_SECRET",
             )
         return session
 

@@ -50,7 +50,7 @@ def find_node(ranks: Ranks, greet: Callable[[], wire.Welcome]) -> tuple[wire.Nod
             raise Unsupported(
                 f"join as rank {ranks.rank} of {ranks.world_size}: the ranks are on {len(by_boot)} nodes, and the "
                 f"daemon of rank {rank} (tierd {daemon.version}) supports one node only",
-                hint="start the daemons of all nodes again with this version of tierd",
+                hint="start the daemons of all nodes again with the trainer's version of tierd",
             )
         seen.append(daemon.seen)
     lowest = sorted(on_node[0] for on_node in by_boot.values())

@@ -210,7 +210,7 @@ def hand_over(
             found = decode(file.read(), where=f"the manifest that the daemon handed over from {answer.tier}")
         if len(found.files) != len(descriptors):
             raise Corrupt(
-                f"take over {found.id} from {answer.tier}: {len(descriptors)} descriptors of {len(found.files)}"
+                f"take over {found.id} from {answer.tier}: {len(descriptors)} descriptors, expected {len(found.files)}"
             )
     except BaseException:
         close_all(descriptors)

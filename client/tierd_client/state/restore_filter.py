@@ -110,12 +110,12 @@ class RestoreFilter:
         return renamed if section == "model" else name
 
     def unused(self, entries: Iterable[str], kept: Iterable[str], names: Iterable[str]) -> list[str]:
-        """A sentence for each pattern of the arguments that stands for no entry: a typing error, most likely.
+        """A sentence for each pattern of the arguments that matches no entry, most likely because of a typing error.
         `entries`: all stored ones; `kept`: those of the state that were kept; `names`: of `entries` in the state."""
         entries, kept, names = list(entries), list(kept), list(names)  # iterated several times
         renames = () if callable(self.renames) else self.renames
         return [
-            f"{argument}: {pattern!r} is the name of nothing in the {where}{_nearest(pattern, known)}"
+            f"{argument}: {pattern!r} matches nothing in the {where}{_nearest(pattern, known)}"
             for argument, patterns, known, where in (
                 ("only", self.only or (), entries, "checkpoint"),
                 ("rename", renames, entries, "checkpoint"),
@@ -151,7 +151,7 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
     parts = [name.split(".") for name in names]
     known = {".".join(path[:depth]) for path in parts for depth in range(1, len(path) + 1)}
     nearest = difflib.get_close_matches(pattern, sorted(known), n=2, cutoff=0.0)
-    return f"; the nearest are {' and '.join(nearest)}" if nearest else ""
+    return f"; the nearest names are {' and '.join(nearest)}" if nearest else ""
 
 
 def _patterns(argument: str, patterns: Patterns) -> tuple[str, ...]:

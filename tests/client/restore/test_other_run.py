@@ -423,7 +423,7 @@ def test_part_of_the_own_run_is_restored_and_the_next_snapshot_is_whole(daemon: 
         first.durable()
     with Trainer(seed=2) as second:
         second.connect(daemon.socket, run)
-        with pytest.raises(BadConfig, match="only: 'modle' is the name of nothing"):
+        with pytest.raises(BadConfig, match="only: 'modle' matches nothing"):
             second.restore(only=["modle"])
         second.train(1)
         with pytest.raises(TargetNotEmpty, match=r"restore\(\) was not called"):
@@ -449,7 +449,7 @@ def test_summary_is_logged_once_and_a_typing_error_changes_nothing(
     try:
         training = Training(seed=4)
         before = training.digest()
-        with pytest.raises(BadConfig, match="only: 'modle' is the name of nothing"):
+        with pytest.raises(BadConfig, match="only: 'modle' matches nothing"):
             client.restore(training.state, resume="run:pretrain", only=["modle"], strict=False)
         with pytest.raises(BadConfig, match="restore with only="):
             client.restore(training.state, resume="run:pretrain", only=[3])  # pyright: ignore[reportArgumentType]

@@ -106,7 +106,7 @@ def test_replica_with_another_number_of_files_than_its_manifest_is_refused(
 ) -> None:
     restoring = begin(peer, session)
     hand_over(peer, manifest_of(1).encode(), [b""] * files)
-    with pytest.raises(Corrupt, match=f"{files} descriptors of 1"):
+    with pytest.raises(Corrupt, match=f"{files} descriptors, expected 1"):
         restoring.result(DEADLINE_S)
 
 

@@ -55,11 +55,11 @@ def raw() -> bytes:
     [
         (
             {"only": ["modle.*"]},
-            "only: 'modle.*' is the name of nothing in the checkpoint; the nearest are model and",
+            "only: 'modle.*' matches nothing in the checkpoint; the nearest names are model and",
         ),
-        ({"keep": ["optimizer.*.rl"]}, r"keep: 'optimizer.*.rl' is the name of nothing in the state"),
-        ({"rename": {"model.backbone": "model.body"}}, "rename: 'model.backbone' is the name of nothing"),
-        ({"only": ["optimizer.state.body.weight.exp_avg"]}, "is the name of nothing in the checkpoint"),
+        ({"keep": ["optimizer.*.rl"]}, r"keep: 'optimizer.*.rl' matches nothing in the state"),
+        ({"rename": {"model.backbone": "model.body"}}, "rename: 'model.backbone' matches nothing"),
+        ({"only": ["optimizer.state.body.weight.exp_avg"]}, "matches nothing in the checkpoint"),
         ({"rename": {"model.head": "model.body"}}, "model.body.weight and model.head.weight both become"),
     ],
 )
@@ -125,7 +125,7 @@ def test_rename_of_an_optimizer_entry_may_repeat_that_of_its_parameter(files: Fi
 
 
 def test_rename_takes_no_patterns(files: Files, raw: bytes) -> None:
-    with pytest.raises(BadConfig, match=r"rename: 'model\.\*' is the name of nothing"):
+    with pytest.raises(BadConfig, match=r"rename: 'model\.\*' matches nothing"):
         restored(TrainingState(model=net(), rng=False), files, raw, rename={"model.*": "model"}, strict=False)
 
 
