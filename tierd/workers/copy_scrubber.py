@@ -17,7 +17,7 @@ from tierd.tiers.rate_limit import Bandwidth
 from tierd.transfer.verify import Proof, verify_files
 from tierd.workers.part_copier import PEERS
 
-_HINT = "if its checkpoint is one of the newest, the part is copied again from its node; docs/RUNBOOK.md#peers"
+_HINT = "if its checkpoint is one of the newest and its node has the part, it is copied again; docs/RUNBOOK.md#peers"
 
 
 class CopyScrubber:
