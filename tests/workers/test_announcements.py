@@ -388,6 +388,19 @@ async def test_a_step_that_is_saved_again_is_in_a_new_generation_on_all_nodes(no
     assert [node.problems for node in nodes.nodes] == ["", "", ""]
 
 
+async def test_a_lower_step_after_a_higher_one_is_in_a_new_generation_on_all_nodes(nodes: Nodes) -> None:
+    save_deepspeed_on(nodes.outs, 20)
+    await nodes.look()
+    await nodes.send()
+    shift(save_deepspeed_on(nodes.outs, 10), SPREAD_S + 30)  # the training has gone back
+    nodes.ahead_s += SPREAD_S + 30
+    await nodes.look()
+    await nodes.send()
+    assert [node.parts[10][:2] for node in nodes.nodes] == [(2, 2)] * 3
+    assert await nodes.committed() == [(10, 2, 2), (20, 1, 1)]
+    assert [node.problems for node in nodes.nodes] == ["", "", ""]
+
+
 @pytest.mark.parametrize("seconds", [-SPREAD_S - 5, SPREAD_S + 5])
 async def test_a_part_that_was_written_at_another_time_is_not_taken_for_the_same_save(
     nodes: Nodes, seconds: float

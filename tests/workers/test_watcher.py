@@ -394,6 +394,44 @@ async def test_an_older_step_that_is_saved_again_is_noticed_however_many_are_new
         assert folder.adopted[1:3] == [(2, 1, 2), (2, 2, 11)]
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_lower_step_written_after_higher_ones_begins_a_generation_although_no_tier_has_it(
+    tmp_path: Path, restarts: bool
+) -> None:
+    """Otherwise keep_last would delete the steps of the training that goes on, and keep those it has given up."""
+    async with watched(tmp_path, preset="step-bin") as folder:
+        for step in (5, 6, 7):
+            save_step_bin(folder.out, step, Writer())
+        await folder.look()
+        await folder.rooms.hot.delete(checkpoint_id(RUN, 5, 1))  # the policy
+        await folder.rooms.list_tiers()
+        if restarts:
+            await folder.restart()
+        for step in (5, 6, 8):  # the training has gone back; 6 is stored, 5 is not
+            save_step_bin(folder.out, step, Writer())
+            await folder.look()
+        assert folder.adopted == [(5, 2, 4), (6, 1, 2), (6, 2, 5), (7, 1, 3), (8, 2, 6)]
+
+
+async def test_a_step_of_an_older_timeline_that_is_saved_again_comes_after_those_of_the_newest(tmp_path: Path) -> None:
+    async with watched(tmp_path, preset="step-bin") as folder:
+        for steps in ((5, 6), (4, 8, 9), (6,)):  # it goes back before 5, and then before 6
+            for step in steps:
+                save_step_bin(folder.out, step, Writer())
+                await folder.look()
+        assert folder.adopted == [(4, 2, 3), (5, 1, 1), (6, 1, 2), (6, 3, 6), (8, 2, 4), (9, 2, 5)]
+
+
+async def test_a_folder_that_was_copied_without_its_times_is_one_generation(tmp_path: Path) -> None:
+    async with watched(tmp_path, preset="step-bin") as folder:
+        for nth, step in enumerate((10, 11, 8, 9)):  # a copy by name copies step 10 before step 8
+            os.utime(save_step_bin(folder.out, step, Writer()), (1e9 + nth, 1e9 + nth))
+        await folder.look()
+        save_step_bin(folder.out, 12, Writer())
+        await folder.look()
+        assert folder.adopted == [(8, 1, 3), (9, 1, 4), (10, 1, 1), (11, 1, 2), (12, 1, 5)]
+
+
 async def test_what_is_written_after_the_clock_was_set_back_is_adopted(tmp_path: Path) -> None:
     async with watched(tmp_path, preset="step-bin") as folder:
         ahead_s = time.time() + 1800

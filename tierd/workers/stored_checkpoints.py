@@ -35,6 +35,10 @@ class StoredCheckpoints:
         self._apart = timedelta(seconds=apart_s)
         self._trees: dict[CheckpointId, tuple[Manifest, AdoptedTree]] = {}
         self._newest = -1, ""  # as of how many changes of the catalog
+        self._before: list[Entry] = []  # when the present pass began
+
+    def begin_pass(self) -> None:
+        self._before = self.entries()
 
     def entries(self) -> list[Entry]:
         return self._context.catalog.entries(self._run)
@@ -46,6 +50,16 @@ class StoredCheckpoints:
             with suppress(ValueError, OverflowError):
                 newest = (datetime.fromisoformat(newest) - self._apart).isoformat(timespec="microseconds")
         return tree.created_at < newest
+
+    def generation_min(self, step: int, tree: SourceTree) -> int:
+        """The lowest generation for this step. It is a new one if training has gone back: the newest generation has
+        higher steps, and all of these were written before `tree`. What was stored in this pass does not count, because
+        the files of a copied folder have the times of the copy. Node 0 decides for the other nodes."""
+        newest = max((entry.id.generation for entry in self._before), default=0)
+        higher = [entry for entry in self._before if entry.id.generation == newest and entry.id.step > step]
+        if self._node or not higher or any(entry.manifest.created_at >= tree.created_at for entry in higher):
+            return 1
+        return newest + 1
 
     def _newest_created_at(self) -> str:
         """A time in the future is wrong, and would keep everything from being adopted, so it does not count."""

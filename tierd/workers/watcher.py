@@ -83,6 +83,7 @@ class Watcher:
         """Returns True even if a checkpoint could not be adopted, because each one has its own backoff."""
         started_s = self._context.monotonic_s()
         self._findings.begin_pass()
+        self._stored.begin_pass()
         await self._clear_leftovers()
         try:
             await self._events.begin_pass()
@@ -119,8 +120,7 @@ class Watcher:
             return
         folder = self._context.hot_store.root / self.run
         with suppress(OSError, TierdError):
-            left_by_adopt = {self.run}
-            cleared = await self._context.hot_store.pool.run(clear_abandoned, folder, left_by_adopt.issuperset)
+            cleared = await self._context.hot_store.pool.run(clear_abandoned, folder, {self.run}.issuperset)
             for name in cleared:
                 log.info("deleted %s/%s from hot: the adoption that wrote it was killed", self.run, name)
         if self._watch.source == "remove":
@@ -277,7 +277,7 @@ class Watcher:
 
     async def _adopt_or_skip(self, name: str, step: int, seen: WatchedEntry) -> None:
         assert seen.tree is not None
-        tree, generation_min, seen.step = seen.tree, 1, step
+        tree, generation_min, seen.step = seen.tree, self._stored.generation_min(step, seen.tree), step
         entries = self._stored.entries()
         former = next((entry for entry in entries if entry.id.step == step), None)
         if former is not None:
@@ -292,13 +292,13 @@ class Watcher:
                     f"adopt {tree.path}: something in it was written after it was adopted as {former.id}",
                     hint="that one is kept" + ("" if self._parts else also),
                 )
-            generation_min = former.id.generation + 1
+            generation_min = max(generation_min, former.id.generation + 1)
         if seen.is_late:
             return self._done(name, seen, note=f"{name} is not adopted: newer ones were adopted before")
         if self._parts is not None:
             return await self._adopt_part(self._parts, name, step, seen, generation_min)
-        if former is not None:
-            log.warning("watch %s: %s was saved again, so a new generation begins", self._path, name)
+        if generation_min > 1:
+            log.warning("watch %s: %s: training has gone back, and a new generation begins", self._path, name)
         known = [entry.id for entry in entries]
         standing = await self.claim.standing(generation_min=generation_min)
         self._holder = standing.holder
