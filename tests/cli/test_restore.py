@@ -93,6 +93,16 @@ def test_restore_reports_a_flipped_bit_in_hot_and_reads_that_chunk_from_cold(hou
     assert_same_files(folder_of(house.cold, manifest), target)
 
 
+def test_a_restore_from_a_damaged_tier_alone_says_why_once(house: House) -> None:
+    manifest = make_checkpoint(house.hot, house.cold, step=100)
+    flip_a_bit(folder_of(house.hot, manifest) / manifest.files[1].name)
+
+    result = house.tierd("restore", "--tier", "hot", "--to", house.root / "restored")
+
+    assert result.exit_code == 12
+    assert result.stderr.count("chunk 1 of 3: crc64nvme") == 1, result.stderr
+
+
 def test_chunks_damaged_in_different_tiers_are_each_read_from_the_other(house: House) -> None:
     manifest = make_checkpoint(house.hot, house.cold, step=100)
     flip_a_bit(folder_of(house.hot, manifest) / manifest.files[1].name)

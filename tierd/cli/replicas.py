@@ -129,7 +129,8 @@ class Replicas(AsyncExitStack):
     def _report(self, name: str, error: TierdError) -> None:
         if name not in self.passed_over:
             self.passed_over[name] = error
-            print_note(f"tierd: {name} cannot give all of {self.chosen.id}: {error.message}")
+            if self._query.tier == AUTO and len(self.chosen.tiers) > 1:  # else the refusal says it
+                print_note(f"tierd: {name} cannot give all of {self.chosen.id}: {error.message}")
 
     def _refusal(self, error: TierdError, fetch: Fetch | None) -> TierdError:
         missing = f"{size(fetch.missing_bytes)} of {size(fetch.wanted_bytes)}" if fetch else "its manifest"
