@@ -196,6 +196,15 @@ def from_kind(kind: str, message: str, hint: str) -> TierdError:
     return _BY_KIND.get(kind, TierdError)(message, hint=hint)
 
 
+UNHEALTHY = "holds numbers that are not finite, or its loss was bad"
+
+
+def unhealthy(checkpoint: object, which: str = "it") -> Unhealthy:
+    """The refusal to restore a checkpoint. `which`: what of it is unhealthy."""
+    hint = "`tierd show` lists the tensors; to restore it even so: --allow-unhealthy, allow_unhealthy=True; "
+    return Unhealthy(f"restore {checkpoint}: {which} {UNHEALTHY}", hint=f"{hint}docs/RUNBOOK.md#unhealthy-checkpoint")
+
+
 def text_of(error: TierdError | TimeoutError) -> str:
     """The error for a message or the log. asyncio's TimeoutError has no text."""
     return str(error) or "no answer in time"

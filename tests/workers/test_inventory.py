@@ -182,7 +182,7 @@ async def test_part_is_handed_over_from_memory_else_from_hot(rooms: Rooms) -> No
 
 async def test_part_with_nan_is_handed_over_only_if_it_is_allowed(rooms: Rooms) -> None:
     await persist(rooms, 1)
-    with pytest.raises(Unhealthy):
+    with pytest.raises(Unhealthy, match=r"or its loss was bad.*--allow-unhealthy.*#unhealthy-checkpoint"):
         await opened(rooms, find(1), healthy=False)
     assert (await opened(rooms, find(1, allow_unhealthy=True), healthy=False))[0] == "memory"
 

@@ -19,7 +19,7 @@ from tierd.cli.joined_parts import Holder, JoinedParts
 from tierd.cli.opened_tiers import OpenedTiers
 from tierd.config.file import run_proof
 from tierd.config.sections import Config
-from tierd.errors import BadConfig, Corrupt, Incomplete, NotFound, TierdError, TierUnreachable, Unhealthy
+from tierd.errors import BadConfig, Corrupt, Incomplete, NotFound, TierdError, TierUnreachable, unhealthy
 from tierd.format import layout
 from tierd.format.ids import AUTO, HOT, CheckpointId, checkpoint_id
 from tierd.format.manifest import Manifest
@@ -186,10 +186,7 @@ class _Search:
             raise _incomplete(checkpoint, missing, self._reasons)
         verdicts = {holder.healthy for name in parts for holder in holders[name]}
         if False in verdicts and not self._query.allow_unhealthy:
-            raise Unhealthy(
-                f"restore {checkpoint}: a node has found numbers in it that are not finite",
-                hint="to restore it even so: --allow-unhealthy",
-            )
+            raise unhealthy(checkpoint, "the part of a node")
         return self._replica(assemble(found), parts, {name: holders[name] for name in parts}, verdicts)
 
     def _replica(

@@ -20,6 +20,7 @@ from tierd.errors import (
     TierdError,
     TierUnreachable,
     Unhealthy,
+    unhealthy,
 )
 from tierd.format.ids import AUTO, HOT, CheckpointId, Run
 from tierd.format.text import listed
@@ -166,11 +167,7 @@ def select_each(
             if replica.id.recency > checkpoint.recency:
                 raise _foreign(f"select {replica.id}, the newest in hot: {replica.reason}", replica, _OLDER_HINT)
         if candidate.is_healthy is False and not query.allow_unhealthy:
-            hint = "`tierd show` lists the tensors; to restore it even so: --allow-unhealthy, allow_unhealthy=True; "
-            hint += "docs/RUNBOOK.md#unhealthy-checkpoint"
-            errors.append(
-                Unhealthy(f"restore {checkpoint}: it holds numbers that are not finite, or its loss was bad", hint=hint)
-            )
+            errors.append(unhealthy(checkpoint))
             if query.is_named:
                 break
             continue

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tierd.context import DaemonContext
 from tierd.descriptors import close_all
-from tierd.errors import Corrupt, NotFound, TierdError, Unhealthy, text_of
+from tierd.errors import Corrupt, NotFound, TierdError, text_of, unhealthy
 from tierd.format.ids import HOT, Run, checkpoint_id
 from tierd.format.node_file import NodeFile
 from tierd.format.wire import Find
@@ -32,7 +32,7 @@ async def open_copy(context: DaemonContext, run: Run, find: Find) -> OpenCheckpo
     descriptors = await copies.open_files(part, [file.name for file in part.files])
     try:
         if not find.allow_unhealthy and await examine_copy(context, part, descriptors) is False:
-            raise Unhealthy(f"restore {part.id}: the copy of {part.name} holds numbers that are not finite")
+            raise unhealthy(part.id, f"the copy of {part.name}")
     except BaseException:
         close_all(descriptors)
         raise

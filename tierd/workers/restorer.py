@@ -25,8 +25,8 @@ from tierd.errors import (
     TierdError,
     TierUnreachable,
     Transient,
-    Unhealthy,
     Unsupported,
+    unhealthy,
 )
 from tierd.format.bitmap import unpack_indexes
 from tierd.format.ids import AUTO, MEMORY, CheckpointId, Generation, Run, Step, checkpoint_id, parse_name
@@ -154,7 +154,7 @@ class Restorer:
             raise BadRequest(f"find this node's part of a checkpoint of {run}: it has no step or no generation")
         checkpoint = checkpoint_id(run, find.step, find.generation)
         if not find.allow_unhealthy and await self._judge(checkpoint) is False:
-            raise Unhealthy(f"restore {checkpoint}: the part of this node holds numbers that are not finite")
+            raise unhealthy(checkpoint, "the part of this node")
         error: TierdError = NotFound(f"open this node's part of {checkpoint}: it is neither in memory nor in hot")
         for tier in (MEMORY, self._hot.name):
             if find.tier not in (AUTO, tier) or (checkpoint, tier) in _excluded(run, find):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tierd.errors import UNHEALTHY
 from tierd.format.ids import AUTO, HOT, MEMORY, PEER, CheckpointId, checkpoint_id
 from tierd.format.node_file import ranks_text
 from tierd.format.node_messages import HeldCheckpoint
@@ -69,7 +70,7 @@ def choose_parts(
     for checkpoint in sorted(_with_parts(nodes, run), key=lambda each: each.recency, reverse=True):
         gap = _gap(nodes, checkpoint)
         if not allow_unhealthy and (checkpoint in unhealthy or is_unhealthy(nodes, checkpoint)):
-            reason = f"{checkpoint}: a node has found numbers in it that are not finite"
+            reason = f"{checkpoint}: the part of a node {UNHEALTHY}"
             passed_over.append(PassedOver(checkpoint, reason, is_covered=not gap, is_unhealthy=True))
             continue
         if problem := gap or _distance(nodes, checkpoint):

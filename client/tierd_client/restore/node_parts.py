@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tierd.descriptors import close_all
-from tierd.errors import Corrupt, DaemonUnreachable, NotFound, TierdError, TierUnreachable, Transient, Unhealthy
+from tierd.errors import Corrupt, DaemonUnreachable, NotFound, TierdError, TierUnreachable, Transient, unhealthy
 from tierd.format import layout, wire
 from tierd.format.ids import AUTO, HOT, PEER, CheckpointId, checkpoint_id
 from tierd.format.node_file import NodeFile, assemble, decode_node_file
@@ -222,7 +222,7 @@ class NodeReplicas:
             return error
         run, newest = self._session.hello.run, passed_over[0]
         if all(passed.is_unhealthy for passed in passed_over):
-            return Unhealthy(f"restore {run}: {newest.reason}", hint="to restore it even so: allow_unhealthy=True")
+            return unhealthy(newest.checkpoint, "the part of a node")
         if isinstance(error, NotFound) and not any(passed.is_covered for passed in passed_over):
             for passed in passed_over:
                 log.error("tierd: %s", passed.reason)
