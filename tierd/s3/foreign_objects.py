@@ -7,7 +7,7 @@ listed is not read: its ETag differs.
 from __future__ import annotations
 
 from tierd.config.sections import ColdConfig, LimitsConfig
-from tierd.errors import Corrupt, NotFound, TierUnreachable, Transient
+from tierd.errors import Corrupt, NotFound, Transient
 from tierd.s3.client import Answer
 from tierd.s3.requests import S3Requests
 from tierd.tiers.store import StoredObject
@@ -33,22 +33,12 @@ class ForeignObjects:
             return
         action = f"read {self.url}/{source.key}"
 
-        def fetch(answer: Answer) -> None:
+        def check(answer: Answer) -> None:
             if source.etag and answer.get("ETag", source.etag) != source.etag:
                 raise _changed(action)
-            if answer["ContentLength"] != len(buffer) or not _begins_at(answer, offset):
-                raise TierUnreachable(f"{action}: the server ignored the range", hint="tierd needs ranged GETs")
-            done = 0
-            while done < len(buffer):
-                count = answer["Body"].readinto(buffer[done:])
-                if count == 0:
-                    raise TierUnreachable(f"{action}: the connection ended after {done} bytes")
-                done += count
 
-        span = f"bytes={offset}-{offset + len(buffer) - 1}"
-        key = self._requests.prefix + source.key
         try:
-            await self._requests.request("get_object", action, use=fetch, size_bytes=len(buffer), Key=key, Range=span)
+            await self._requests.read_range(self._requests.prefix + source.key, action, offset, buffer, check)
         except (NotFound, Corrupt) as error:
             raise _changed(action) from error
 
@@ -58,7 +48,3 @@ class ForeignObjects:
 
 def _changed(action: str) -> Transient:
     return Transient(f"{action}: it was replaced or deleted meanwhile", hint="adopt it when it is complete")
-
-
-def _begins_at(answer: Answer, offset: int) -> bool:
-    return not offset or answer.get("ContentRange", "").startswith(f"bytes {offset}-")

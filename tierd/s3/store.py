@@ -26,7 +26,6 @@ from tierd.tiers.pool import for_each
 from tierd.tiers.store import Progress, Source, StoredObject, check_key, conflict, is_key
 
 DELETE_KEYS_MAX = 1000
-READ_BYTES = 1 << 20  # urllib3 copies each read: one that fits the processor's cache costs half
 ABORTS_MAX = 100  # unfinished uploads aborted in one call
 
 
@@ -172,29 +171,7 @@ class S3Store:
         if not buffer:  # no range expresses this, but a missing object must be NotFound
             await self._existing(object_key, action)
             return
-
-        def fetch(answer: Answer) -> None:
-            length = answer["ContentLength"]
-            if length < len(buffer):
-                raise Corrupt(f"{action}: the object ends at byte {offset + length}")
-            is_range = answer.get("ContentRange", "").startswith(f"bytes {offset}-")
-            if length > len(buffer) or (offset > 0 and not is_range):
-                raise TierUnreachable(f"{action}: the server ignored the range", hint="tierd needs ranged GETs")
-            done = 0
-            while done < len(buffer):
-                count = answer["Body"].readinto(buffer[done : done + READ_BYTES])
-                if count == 0:
-                    raise TierUnreachable(f"{action}: the connection ended after {done} bytes")
-                done += count
-
-        await self.requests.request(
-            "get_object",
-            action,
-            use=fetch,
-            size_bytes=len(buffer),
-            Key=object_key,
-            Range=f"bytes={offset}-{offset + len(buffer) - 1}",
-        )
+        await self.requests.read_range(object_key, action, offset, buffer)
 
     def source(self, key: str) -> Source:
         return Source(partial(self.read, key))
