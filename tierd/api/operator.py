@@ -39,7 +39,7 @@ from tierd.status.checkpoint_report import (
     read_diagnosis,
 )
 from tierd.status.disks import free_bytes, on_disk_of
-from tierd.status.lifecycle_report import LifecycleReport, PlannedAction, planned_actions
+from tierd.status.lifecycle_report import LifecycleReport, PlannedAction, planned_action
 from tierd.status.node_reports import (
     NewestPart,
     NodesReport,
@@ -291,7 +291,7 @@ class Operator:
 
     def planned(self, checkpoint: CheckpointId) -> list[PlannedAction]:
         """What the lifecycle does with it, also where it keeps it, and why."""
-        return planned_actions(decisions(self._catalog, self._context.config, only=checkpoint))
+        return list(map(planned_action, decisions(self._catalog, self._context.config, only=checkpoint)))
 
     async def report(self, run: str, name: str) -> CheckpointReport | None:
         """As `tierd show` shows it. None if there is none of this name."""
@@ -362,7 +362,7 @@ class Operator:
         return _json(report)
 
     async def _lifecycle(self, _: web.Request) -> web.Response:
-        planned = planned_actions(decisions(self._catalog, self._context.config, with_kept=False))
+        planned = list(map(planned_action, decisions(self._catalog, self._context.config, with_kept=False)))
         forecasts = await asyncio.to_thread(forecasting(self._catalog, self._context.config))
         report = LifecycleReport(planned=planned, forecast=forecasts)
         return _as_json(await asyncio.to_thread(_encoded, report))

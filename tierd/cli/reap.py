@@ -39,6 +39,7 @@ from tierd.lifecycle.policy import Action, Decision
 from tierd.memory.tier import MemoryTier
 from tierd.metrics import Metrics
 from tierd.status.incidents import Incidents
+from tierd.status.lifecycle_report import PlannedAction, planned_action
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
@@ -53,24 +54,14 @@ CLEARED = "a copy that never ended: no manifest, no open upload, a newer generat
 CLEARED_GONE = "what is left of a deletion a day ago, with its tombstone"
 
 
-class ReplicaDeletion(msgspec.Struct, kw_only=True):
-    """One checkpoint that was deleted from one tier, or would be. `action`: evict or expire."""
-
-    tier: str
-    run: str
-    step: int
-    generation: int
-    action: str
-    reason: str
-
-
 class ReapReport(msgspec.Struct, kw_only=True):
-    """`halted`: where nothing is deleted, and why. `is_dry_run`: nothing was deleted at all. `errors`: what could not
-    be deleted or written, and why. `retained`: what Object Lock keeps for now, which is not a failure."""
+    """`halted`: where nothing is deleted, and why. `is_dry_run`: nothing was deleted at all. `deletions`: what was
+    deleted, or would be. `errors`: what could not be deleted or written, and why. `retained`: what Object Lock keeps
+    for now, which is not a failure."""
 
     is_dry_run: bool
     halted: list[str]
-    deletions: list[ReplicaDeletion]
+    deletions: list[PlannedAction]
     errors: list[str]
     retained: list[str]
 
@@ -228,7 +219,7 @@ class _Reaping:
     has_event: asyncio.Event  # for the audit trail
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, only_run: Run | None, *, is_dry_run: bool) -> list[ReplicaDeletion]:
+    async def run(self, only_run: Run | None, *, is_dry_run: bool) -> list[PlannedAction]:
         try:
             done = self.planned(only_run) if is_dry_run else await self.delete(only_run)
             return done + await self.clear_leftovers(only_run, is_dry_run=is_dry_run)
@@ -236,16 +227,16 @@ class _Reaping:
             self.has_ended.set()
             self.has_event.set()
 
-    def planned(self, only_run: Run | None) -> list[ReplicaDeletion]:
+    def planned(self, only_run: Run | None) -> list[PlannedAction]:
         plan = deletions(decisions(self.context.catalog, self.context.config), self.context.config)
-        return [_deletion(decision) for decision in plan if only_run in (None, decision.checkpoint.run)]
+        return [planned_action(decision) for decision in plan if only_run in (None, decision.checkpoint.run)]
 
-    async def delete(self, only_run: Run | None) -> list[ReplicaDeletion]:
+    async def delete(self, only_run: Run | None) -> list[PlannedAction]:
         """Carry out the plan. Returns what was deleted."""
-        done: list[ReplicaDeletion] = []
+        done: list[PlannedAction] = []
 
         def note(decision: Decision) -> None:
-            done.append(_deletion(decision))
+            done.append(planned_action(decision))
 
         await Reaper(self.context, only_run=only_run, lists_again=True, on_deletion=note).run_once()
         return done
@@ -260,11 +251,11 @@ class _Reaping:
             except TierdError as error:
                 self.errors.record("audit", error)
 
-    async def clear_leftovers(self, only_run: Run | None, *, is_dry_run: bool) -> list[ReplicaDeletion]:
+    async def clear_leftovers(self, only_run: Run | None, *, is_dry_run: bool) -> list[PlannedAction]:
         """Delete the files of copies that were begun and never ended, where no daemon continues them: a newer
         generation was claimed LEFTOVER_GRACE_S ago, no file is younger, and no upload of the checkpoint is open. Of
         what has a tombstone after GRACE_S: no daemon continues that, and one may wait for it to send it again."""
-        cleared: list[ReplicaDeletion] = []
+        cleared: list[PlannedAction] = []
         for name, tier in self.context.cold.items():
             knowledge = self.context.catalog.tiers[name]
             if not tier.deletes or not knowledge.is_known:
@@ -289,7 +280,7 @@ class _Reaping:
                             self.context.audit.record(
                                 audit.EventKind.EXPIRED, checkpoint=checkpoint, tier=name, reason=why
                             )
-                        cleared.append(_deletion(Decision(checkpoint, name, Action.EXPIRE, why)))
+                        cleared.append(planned_action(Decision(checkpoint, name, Action.EXPIRE, why)))
                 except TierdError as error:
                     self.errors.record("reap", error, checkpoint)
                     if not isinstance(error, Retained):
@@ -303,12 +294,3 @@ class _Reaping:
         claims = [claim for claim in listing.claims.get(run, ()) if claim <= highest]
         claimed_at_s = {claim: listing.markers[layout.generation_key(run, claim)][2] for claim in claims}
         return max((claim for claim in claims if claimed_at_s[claim] <= before_s), default=0)
-
-
-def _deletion(decision: Decision) -> ReplicaDeletion:
-    return ReplicaDeletion(
-        **msgspec.to_builtins(decision.checkpoint),
-        tier=decision.tier,
-        action=decision.action.value,
-        reason=decision.reason,
-    )

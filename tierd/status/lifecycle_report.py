@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from tierd.catalog.catalog import Catalog
@@ -34,16 +32,13 @@ class LifecycleReport(msgspec.Struct, kw_only=True):
     forecast: list[Forecast]
 
 
-def planned_actions(decided: Iterable[Decision]) -> list[PlannedAction]:
-    return [
-        PlannedAction(
-            **msgspec.to_builtins(decision.checkpoint),
-            tier=decision.tier,
-            action=decision.action.value,
-            reason=decision.reason,
-        )
-        for decision in decided
-    ]
+def planned_action(decision: Decision) -> PlannedAction:
+    return PlannedAction(
+        **msgspec.to_builtins(decision.checkpoint),
+        tier=decision.tier,
+        action=decision.action.value,
+        reason=decision.reason,
+    )
 
 
 def lifecycle_report(
@@ -52,6 +47,6 @@ def lifecycle_report(
     """What the lifecycle would do now; `is_explained`: also what it keeps, and why."""
     decided = decisions(catalog, config, with_kept=is_explained)
     return LifecycleReport(
-        planned=planned_actions(each for each in decided if run in (None, each.checkpoint.run)),
+        planned=[planned_action(each) for each in decided if run in (None, each.checkpoint.run)],
         forecast=[each for each in forecasting(catalog, config)() if run in (None, each.run)],
     )
