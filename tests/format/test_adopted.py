@@ -85,6 +85,7 @@ def entry(index: int, **changes: Any) -> dict[str, Any]:
         {"entries": msgspec.to_builtins(ENTRIES[1:])},
         {"entries": msgspec.to_builtins([*ENTRIES, ENTRIES[1]])},
         {"format_version": 0.5},
+        {"format_version": 0},
     ],
 )
 def test_a_tree_that_leads_out_or_contradicts_itself_is_corrupt(changes: dict[str, Any]) -> None:

@@ -13,9 +13,9 @@ from typing import Literal
 
 import msgspec
 
-from tierd.errors import UNDECODABLE, Corrupt, NewerFormat, Unsupported
+from tierd.errors import Unsupported
 from tierd.format import layout
-from tierd.format.manifest import FileEntry, Manifest
+from tierd.format.manifest import FileEntry, Manifest, decode_versioned
 from tierd.format.text import listed
 
 FORMAT_VERSION = 1
@@ -59,10 +59,6 @@ class AdoptedTree(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
-class _Version(msgspec.Struct):
-    format_version: int
-
-
 def tree_file(node: int | None) -> str:
     """The name of the tree of a node; None: of the only one."""
     return TREE_FILE if node is None else layout.part_prefix(node) + TREE_FILE
@@ -79,17 +75,14 @@ def nodes_of(manifest: Manifest) -> list[int | None]:
 def decode_tree(raw: bytes, manifest: Manifest, *, where: str, node: int | None = None) -> AdoptedTree:
     """`node`: of several, whose tree it is. Raises NewerFormat for a later version, Corrupt for any other violation of
     the format."""
-    action = f"decode {tree_file(node)} of {manifest.id} in {where}"
-    try:
-        version = msgspec.json.decode(raw, type=_Version).format_version
-        if version > FORMAT_VERSION:
-            message = f"{action}: format version {version}, this tierd reads up to {FORMAT_VERSION}"
-            raise NewerFormat(message, hint="upgrade tierd")
-        tree = msgspec.json.decode(raw, type=AdoptedTree)
-        _check(tree, manifest, node)
-    except UNDECODABLE as error:
-        raise Corrupt(f"{action}: {error}", hint="docs/FORMAT.md#adopted-checkpoints") from error
-    return tree
+    return decode_versioned(
+        raw,
+        AdoptedTree,
+        lambda tree: _check(tree, manifest, node),
+        version_max=FORMAT_VERSION,
+        action=f"decode {tree_file(node)} of {manifest.id} in {where}",
+        hint="docs/FORMAT.md#adopted-checkpoints",
+    )
 
 
 def _check(tree: AdoptedTree, manifest: Manifest, node: int | None) -> None:

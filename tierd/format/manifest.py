@@ -173,25 +173,38 @@ def decode_file(
     hint = "the checkpoint is kept but not used; see docs/RUNBOOK.md#unreadable-manifest"
     if len(raw) > MANIFEST_BYTES_MAX:
         raise Corrupt(f"{action}: {len(raw)} bytes, more than {MANIFEST_BYTES_MAX}", hint=hint)
+
+    def check_all(decoded: ManifestFile) -> None:
+        _check_head(decoded, expect)
+        check(decoded)
+
+    return decode_versioned(raw, kind, check_all, version_max=FORMAT_VERSION, action=action, hint=hint)
+
+
+Versioned = TypeVar("Versioned", bound=msgspec.Struct)
+
+
+def decode_versioned(
+    raw: bytes, kind: type[Versioned], check: Callable[[Versioned], None], *, version_max: int, action: str, hint: str
+) -> Versioned:
+    """Decode a file with a `format_version`. `check` raises ValueError for a violation, `hint` says what that means.
+    Raises NewerFormat for a version above `version_max`, Corrupt for any other violation."""
     try:
         version = msgspec.json.decode(raw, type=_Version).format_version
-        if version > FORMAT_VERSION:
-            raise NewerFormat(
-                f"{action}: format version {version}, this tierd reads up to {FORMAT_VERSION}",
-                hint="upgrade tierd",
-            )
+        if version > version_max:
+            message = f"{action}: format version {version}, this tierd reads up to {version_max}"
+            raise NewerFormat(message, hint="upgrade tierd")
+        if version < 1:
+            raise ValueError(f"format version {version}")
         decoded = msgspec.json.decode(raw, type=kind)
-        check_head(decoded, expect)
         check(decoded)
     except UNDECODABLE as error:
         raise Corrupt(f"{action}: {error}", hint=hint) from error
     return decoded
 
 
-def check_head(head: Head, expect: CheckpointId | None) -> None:
+def _check_head(head: Head, expect: CheckpointId | None) -> None:
     """Raises ValueError for the first violation."""
-    if head.format_version < 1:
-        raise ValueError(f"format version {head.format_version}")
     try:
         checkpoint = head.id
     except TierdError as error:
