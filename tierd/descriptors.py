@@ -10,7 +10,8 @@ import fcntl
 import os
 import resource
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 
 from tierd.errors import BadRequest
 from tierd.format.wire import DESCRIPTORS_MAX, MESSAGE_BYTES_MAX
@@ -23,15 +24,22 @@ def close_all(descriptors: Iterable[int]) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def closed_on_error(descriptors: Iterable[int]) -> Generator[None]:
+    """Closes the descriptors, also those that are added meanwhile, if the block raises."""
+    try:
+        yield
+    except BaseException:
+        close_all(descriptors)
+        raise
+
+
 def open_all(opening: Iterable[int]) -> list[int]:
     """The descriptors of an iterator that opens them one by one, as `map(os.dup, descriptors)`. If it raises, those
     that it has opened are closed."""
     opened: list[int] = []
-    try:
+    with closed_on_error(opened):
         opened.extend(opening)  # keeps those before an error
-    except BaseException:
-        close_all(opened)
-        raise
     return opened
 
 

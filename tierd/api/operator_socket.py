@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 import tierd
-from tierd.descriptors import close_all, read_sealed, receive_packet
+from tierd.descriptors import close_all, closed_on_error, read_sealed, receive_packet
 from tierd.errors import BadRequest, DaemonUnreachable, Transient, from_kind
 from tierd.format import wire
 from tierd.format.ids import HOT, MEMORY, CheckpointId
@@ -187,13 +187,10 @@ def _expect(sock: socket.socket, kind: type[wire.Welcome | wire.FoundReplica]) -
 def _receive(sock: socket.socket) -> tuple[wire.ToClient, list[int]]:
     """The next message and its descriptors. Raises the error of a Refused, and ConnectionResetError at the end."""
     raw, descriptors, _ = receive_packet(sock)
-    try:
+    with closed_on_error(descriptors):
         if not raw:
             raise ConnectionResetError("the daemon closed the connection")
         message = wire.decode_to_client(raw)
         if isinstance(message, wire.Refused):
             raise from_kind(message.kind, message.message, message.hint)
-    except BaseException:
-        close_all(descriptors)
-        raise
     return message, descriptors

@@ -17,7 +17,7 @@ import msgspec
 
 from tierd.api.session import TrainerSession, refused
 from tierd.context import DaemonContext
-from tierd.descriptors import close_all, sealed_memory
+from tierd.descriptors import closed_on_error, sealed_memory
 from tierd.errors import NotFound, TierdError, Transient
 from tierd.format import wire
 from tierd.format.ids import PEER, Run
@@ -99,11 +99,8 @@ class RestoreRequests:
         else:
             opened = await self._restorer.find(session.run, find, on_progress)
         descriptors = opened.descriptors
-        try:
+        with closed_on_error(descriptors):
             descriptors.insert(0, sealed_memory("tierd-manifest", opened.manifest.encode()))
-        except BaseException:
-            close_all(descriptors)
-            raise
         answer = wire.FoundReplica(
             request=find.request, tier=opened.tier, passed_over=opened.passed_over, is_part=opened.is_part
         )

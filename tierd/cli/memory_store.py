@@ -11,8 +11,8 @@ from functools import partial
 
 from tierd.config.file import run_proof
 from tierd.config.sections import Config
-from tierd.descriptors import close_all, read_all
-from tierd.errors import Corrupt, NotFound, TierdError
+from tierd.descriptors import close_all, closed_on_error, read_all
+from tierd.errors import Corrupt, NotFound
 from tierd.format import layout
 from tierd.format.ids import MEMORY, CheckpointId
 from tierd.format.manifest import decode
@@ -24,11 +24,8 @@ def ask_memory(config: Config, checkpoint: CheckpointId) -> DescriptorStore:
     from tierd.api.operator_socket import find_in_memory
 
     raw, descriptors = find_in_memory(config.socket_path, checkpoint, daemon_uid=config.daemon_uid, proof=run_proof())
-    try:
+    with closed_on_error(descriptors):
         return DescriptorStore(raw, descriptors, checkpoint)
-    except TierdError:
-        close_all(descriptors)
-        raise
 
 
 class DescriptorStore:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 from tierd.errors import Corrupt
 from tierd.format.whole import AssembledFile
@@ -19,11 +19,8 @@ def fill_from(file: AssembledFile, read: ReadPiece) -> Callable[[int, memoryview
     """What fills a buffer with the file's bytes from an offset. Raises Corrupt where the tensors leave a hole."""
 
     def fill(offset: int, buffer: memoryview) -> None:
-        done = _fill_header(file, offset, buffer)
-        for piece in file.pieces(offset + done, offset + len(buffer)):
-            read(piece.shard, piece.offset, buffer[piece.at - offset : piece.at - offset + piece.length])
-            done += piece.length
-        _check_whole(offset, done, buffer)
+        for piece in _pieces(file, offset, buffer):
+            read(*piece)
 
     return fill
 
@@ -32,22 +29,19 @@ def source_of(file: AssembledFile, read: ReadPieceAsync) -> Source:
     """The file's bytes as a source. Its fill raises Corrupt where the tensors leave a hole, and as `read`."""
 
     async def fill(offset: int, buffer: memoryview) -> None:
-        done = _fill_header(file, offset, buffer)
-        for piece in file.pieces(offset + done, offset + len(buffer)):
-            await read(piece.shard, piece.offset, buffer[piece.at - offset : piece.at - offset + piece.length])
-            done += piece.length
-        _check_whole(offset, done, buffer)
+        for piece in _pieces(file, offset, buffer):
+            await read(*piece)
 
     return Source(fill)
 
 
-def _fill_header(file: AssembledFile, offset: int, buffer: memoryview) -> int:
-    """How many bytes of the header belong into the buffer: they are there then."""
+def _pieces(file: AssembledFile, offset: int, buffer: memoryview) -> Iterator[tuple[str, int, memoryview]]:
+    """Puts what belongs there of the header into the buffer, then yields what is to be read into the rest."""
     header = file.header[offset : offset + len(buffer)]
     buffer[: len(header)] = header
-    return len(header)
-
-
-def _check_whole(offset: int, done: int, buffer: memoryview) -> None:
+    done = len(header)
+    for piece in file.pieces(offset + done, offset + len(buffer)):
+        yield piece.shard, piece.offset, buffer[piece.at - offset : piece.at - offset + piece.length]
+        done += piece.length
     if done != len(buffer):
         raise Corrupt(f"assemble a whole file: some of its bytes {offset} to {offset + len(buffer)} are missing")

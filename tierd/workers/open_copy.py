@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from tierd.context import DaemonContext
-from tierd.descriptors import close_all
+from tierd.descriptors import closed_on_error
 from tierd.errors import Corrupt, NotFound, TierdError, text_of, unhealthy
 from tierd.format.ids import HOT, Run, checkpoint_id
 from tierd.format.node_file import NodeFile
@@ -30,12 +30,9 @@ async def open_copy(context: DaemonContext, run: Run, find: Find) -> OpenCheckpo
     if copies is None or part is None:
         raise NotFound(f"open the copy of another node's part of step {find.step} of {run}: there is none")
     descriptors = await copies.open_files(part, [file.name for file in part.files])
-    try:
+    with closed_on_error(descriptors):
         if not find.allow_unhealthy and await examine_copy(context, part, descriptors) is False:
             raise unhealthy(part.id, f"the copy of {part.name}")
-    except BaseException:
-        close_all(descriptors)
-        raise
     return OpenCheckpoint(HOT, part, descriptors)
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from tierd.config.file import is_host
 from tierd.context import DaemonContext
-from tierd.descriptors import close_all
+from tierd.descriptors import closed_on_error
 from tierd.errors import BadRequest, Corrupt, NotFound, Transient
 from tierd.format import layout
 from tierd.format.bitmap import unpack_indexes
@@ -60,15 +60,12 @@ class PeerFetcher:
             tier = ReadableTier(where, store, limits=config.limits, keyring=context.keyring)
             async with self._part(tier, checkpoint, asked) as part:
                 fetches = await self._fetches(run, checkpoint)
-                try:
+                with closed_on_error(descriptors):
                     for name, packed in zip(asked.files, asked.chunks, strict=True):
                         async with fetches.locks[name]:
                             fetch = self._fetch(fetches, part, name)
                             size_bytes += await self._bring_file(fetch, unpack_indexes(packed), tier, on_progress)
                             descriptors += await fetch.open_files()
-                except BaseException:
-                    close_all(descriptors)
-                    raise
         if size_bytes:
             seconds = context.monotonic_s() - started_s
             log.info("fetched %d bytes of %s from %s in %.3f s", size_bytes, checkpoint, tier.name, seconds)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from tierd.descriptors import close_all
+from tierd.descriptors import close_all, closed_on_error
 from tierd.errors import Corrupt, NotFound, TierdError
 from tierd.format import layout, manifest, wire
 from tierd.format.bitmap import pack_indexes
@@ -205,14 +205,11 @@ def hand_over(
 ) -> tuple[wire.FoundReplica, Handed, list[int]]:
     """The daemon's answer, the manifest or node file, and the descriptors of its files, which the caller closes."""
     answer, descriptors = session.find(message)
-    try:
+    with closed_on_error(descriptors):
         with open(descriptors.pop(0), "rb") as file:
             found = decode(file.read(), where=f"the manifest that the daemon handed over from {answer.tier}")
         if len(found.files) != len(descriptors):
             raise Corrupt(
                 f"take over {found.id} from {answer.tier}: {len(descriptors)} descriptors, expected {len(found.files)}"
             )
-    except BaseException:
-        close_all(descriptors)
-        raise
     return answer, found, descriptors
