@@ -456,8 +456,6 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/workers/hot_space.py": "workers/test_persister.py",
     "tierd/workers/adopter.py": "workers/test_watcher.py",
     "tierd/workers/stored_checkpoints.py": "workers/test_watcher.py",
-    "tierd/workers/watch_findings.py": "workers/test_watcher.py",
-    "tierd/workers/watched_entry.py": "workers/test_watcher.py",
     "tierd/workers/part_files.py": "api/test_peer_parts.py",
     "client/tierd_client/examples/train_gpt.py": "test_train_gpt.py",
     "client/tierd_client/snapshot/snapshotter.py": "client/test_client.py",
@@ -487,7 +485,6 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/cli/show.py": "cli/test_verbs.py",
     "tierd/cli/run_requests.py": "cli/test_stop.py",
     "tierd/cli/status.py": "cli/test_ls.py",
-    "tierd/cli/folder_lines.py": "e2e/test_watch.py",
     "tierd/config/watches.py": "config/test_file.py",
     "tierd/config/reload.py": "e2e/test_cold_settings.py",
     "tierd/workers/drain.py": "test_daemon.py",
@@ -500,7 +497,6 @@ TESTED_THROUGH: dict[str, str] = {
     "tierd/transfer/history_source.py": "cli/test_adopt_history.py",
     "tierd/status/lifecycle_report.py": "cli/test_verbs.py",
     "tierd/memory/run_memory.py": "memory/test_tier.py",
-    "tierd/api/queue_reports.py": "api/test_operator.py",
 }
 """Modules without a test file at the mirrored path that no test imports: the test file that exercises each."""
 

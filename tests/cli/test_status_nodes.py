@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.handmade_nodes import HandmadeNodes, handmade_nodes
 from tests.support.waiting import wait_until
-from tierd.cli.roster_table import print_roster
+from tierd.cli.status_lines import print_roster
 from tierd.format import wire
 from tierd.format.peers import NodeAddress
 from tierd.status.node_reports import NewestPart, NodeReport

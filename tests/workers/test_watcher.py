@@ -35,7 +35,7 @@ from tierd.tiers.watch import FolderEvents
 from tierd.transfer import watched_folder
 from tierd.transfer.adopted_output import AdoptedOutput
 from tierd.transfer.adoption import read_tree
-from tierd.workers import folder_events, scan_order, watch_claim
+from tierd.workers import folder_events, watch_claim, watch_state
 from tierd.workers.hot_space import no_room
 from tierd.workers.watcher import Watcher
 
@@ -382,8 +382,8 @@ async def test_another_name_of_an_older_step_begins_no_generation_after_a_restar
 async def test_an_older_step_that_is_saved_again_is_noticed_however_many_are_newer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scan_order, "RECHECKED", 2)
-    monkeypatch.setattr(scan_order, "OTHERS_RECHECKED", 3)
+    monkeypatch.setattr(watch_state, "RECHECKED", 2)
+    monkeypatch.setattr(watch_state, "OTHERS_RECHECKED", 3)
     async with watched(tmp_path, preset="step-bin", cold=()) as folder:
         for step in range(1, 11):
             save_step_bin(folder.out, step, Writer())
@@ -448,7 +448,7 @@ async def test_a_folder_with_more_than_can_be_looked_at_is_a_problem_and_all_are
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watched_folder, "NAMES_MAX", 30)
-    monkeypatch.setattr(scan_order, "SCANNED_MAX", 4)
+    monkeypatch.setattr(watch_state, "SCANNED_MAX", 4)
     async with watched(tmp_path, preset="step-bin") as folder:
         for step in range(1, 11):
             save_step_bin(folder.out, step, Writer())

@@ -19,8 +19,7 @@ from msgspec import UNSET
 import tierd
 from tierd.api.forecasts import Forecasts
 from tierd.api.gauges import refresh_gauges
-from tierd.api.queue_reports import queue_reports
-from tierd.api.write_rates import WriteRates
+from tierd.api.queue_reports import WriteRates, queue_reports
 from tierd.catalog.decisions import decisions, forecasting, halted, to_reap
 from tierd.catalog.entry import Entry
 from tierd.context import DaemonContext

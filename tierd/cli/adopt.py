@@ -7,21 +7,23 @@ incomplete one. A daemon that runs on this directory finds it at once, and copie
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 import typer
 
 from tierd.cli import options
-from tierd.cli.adopt_bucket import bucket_history, check_bucket
 from tierd.cli.adopt_history import adopt_history, history_preset
 from tierd.cli.console import duration, now, print_note, print_report, size
 from tierd.cli.hot_commit import adopt_tree, existing
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import settings_of
-from tierd.config.sections import Config
+from tierd.config.sections import ColdConfig, Config
 from tierd.errors import BadConfig
 from tierd.format.audit import EventKind
 from tierd.format.ids import HOT, check_run
@@ -30,7 +32,7 @@ from tierd.lifecycle.watched import PRESETS, fitting
 from tierd.tiers.pool import ThreadPool
 from tierd.transfer import adoption
 from tierd.transfer.adoption import FolderAdoption, adopted_id, check_one_node, scan_settled
-from tierd.transfer.history_source import FolderHistory
+from tierd.transfer.history_source import FolderHistory, HistorySource
 from tierd.transfer.source_tree import SourceTree
 
 
@@ -114,9 +116,9 @@ async def adopt(
             raise BadConfig(
                 f"adopt {path}: --step is for a folder here", hint="--preset or --pattern takes all below it"
             )
-        source_url = check_bucket(path, config)
+        source_url = _bucket_settings(path, config)
         how = {"is_settled": settled, "is_dry_run": dry_run, "as_json": json}
-        async with open_tiers(settings_of(context)) as tiers, bucket_history(source_url, config) as bucket:
+        async with open_tiers(settings_of(context)) as tiers, _bucket_history(source_url, config) as bucket:
             code = tiers.check_reachable()
             return await adopt_history(bucket, name, chosen, generation, tiers, config, **how) or code
     source = _resolved(path)
@@ -202,3 +204,35 @@ def _check_outside_tiers(source: Path, config: Config) -> None:
                 f"adopt {source}: the tier at {root} is {'around' if source.is_relative_to(root) else 'in'} it",
                 hint="give the folder of one checkpoint, outside of the tiers",
             )
+
+
+def _bucket_settings(url: str, config: Config) -> ColdConfig:
+    """Those of a cold tier in the same bucket, else boto3's defaults. Raises BadConfig if the URL is not
+    s3://bucket/prefix, or overlaps a tier."""
+    parts = urlsplit(url)
+    if not parts.netloc or parts.query or parts.fragment:
+        raise BadConfig(f"adopt {url}: expected s3://bucket/prefix")
+    buckets = {cold.url: cold for cold in config.cold if cold.url.startswith("s3://")}
+    place = f"{parts.netloc}/{parts.path.strip('/')}/".replace("//", "/")
+    for other in buckets:
+        tier = f"{urlsplit(other).netloc}/{urlsplit(other).path.strip('/')}/".replace("//", "/")
+        if place.startswith(tier) or tier.startswith(place):
+            raise BadConfig(
+                f"adopt {url}: the tier at {other} is {'around' if place.startswith(tier) else 'in'} it",
+                hint="give a prefix outside of the tiers",
+            )
+    same = [cold for other, cold in buckets.items() if urlsplit(other).netloc == parts.netloc]
+    return msgspec.structs.replace(same[0] if same else ColdConfig(), name=f"s3://{parts.netloc}", url=url)
+
+
+@asynccontextmanager
+async def _bucket_history(cold: ColdConfig, config: Config) -> AsyncGenerator[HistorySource, Any]:
+    # Imported here, so that boto3 (0.3 s, 30 MB) is loaded only where a bucket is named.
+    from tierd.s3.foreign_objects import ForeignObjects
+    from tierd.transfer.bucket_history import BucketHistory
+
+    objects = ForeignObjects(cold, config.limits)
+    try:
+        yield BucketHistory(objects)
+    finally:
+        await objects.close()

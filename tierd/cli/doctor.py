@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -22,17 +23,18 @@ from tierd.cli.forecast_checks import Planned, forecast_advice
 from tierd.cli.opened_tiers import open_tiers, open_unlisted
 from tierd.cli.options import Settings, check_tier, settings_of
 from tierd.cli.peer_checks import check_peers, check_shared_cold
-from tierd.cli.watch_checks import check_watches
 from tierd.cold_tier import exposed
 from tierd.config import file as config_file
-from tierd.config.sections import ColdConfig, Config
-from tierd.errors import BadConfig, DaemonUnreachable, TierdError, TierUnreachable
+from tierd.config.sections import ColdConfig, Config, WatchConfig
+from tierd.errors import BadConfig, DaemonUnreachable, NotFound, TierdError, TierUnreachable
 from tierd.format.ids import HOT
 from tierd.keys.key_file import keyring_of
+from tierd.lifecycle.watched import is_name, misfit, preset_of
 from tierd.local_checks import clock, limits, no_cold, same_disk, sizes, socket
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.probe import Advice, probe_directory, problem_of
 from tierd.tiers.tier_listing import Listing
+from tierd.transfer.watched_folder import names
 
 REQUEST_TIMEOUT_S_MAX = 10.0  # a person waits at the terminal
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
@@ -110,7 +112,7 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
     found += places
     if only is None:
         found += no_cold(loaded)
-        found += await asyncio.to_thread(lambda: list(check_watches(loaded)))
+        found += await asyncio.to_thread(lambda: list(map(_watch, loaded.watch)))
         found += [*limits(), socket(loaded), *_daemon(loaded)]
         with suppress(DaemonUnreachable):  # reported above
             status = daemon_http.find(loaded).status
@@ -159,6 +161,29 @@ async def _places(loaded: Config) -> list[Advice]:
                     problem_of("place", tier.name, BadConfig(message, hint="give each tier a place of its own"))
                 )
     return found
+
+
+def _watch(watch: WatchConfig) -> Advice:
+    """Whether the folder can be read, and whether the preset fits the names. Blocks."""
+    preset = preset_of(watch)
+    try:
+        folders = names(Path(watch.path)).folders
+    except NotFound:
+        message = f"{watch.path} does not exist yet: the daemon waits for it"
+        return Advice("watch", "watch", "note", message, "is the path right? It counts from the folder of the config")
+    except TierdError as error:
+        return problem_of("watch", "watch", error)
+    path = Path(watch.path)
+    found = sum(is_name(name, preset, is_folder=is_folder) for name, is_folder in folders.items())
+    if found:
+        message = f"{path} has {found} checkpoint{'' if found == 1 else 's'} by the names, as {preset.example}"
+        return Advice("watch", "watch", "ok", message)
+    if is_name(path.name, preset, is_folder=True):
+        message = f"{path} is a checkpoint by its name, and no checkpoint is in it"
+        return Advice("watch", "watch", "problem", message, f"the path of their folder is {path.parent}")
+    if error := misfit(f"watch {path}", folders, preset):
+        return problem_of("watch", "watch", error)
+    return Advice("watch", "watch", "note", f"{path} has no checkpoint yet, such as {preset.example}")
 
 
 def _daemon(loaded: Config) -> Iterator[Advice]:

@@ -21,10 +21,9 @@ from tierd.catalog.decisions import halted, to_reap
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli import daemon_http, options
 from tierd.cli.console import duration, now, print_note, print_report, print_result, size, table
-from tierd.cli.folder_lines import print_sidecars, print_watch
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import Settings, settings_of
-from tierd.cli.roster_table import print_roster
+from tierd.cli.status_lines import print_roster, print_sidecars, print_watch
 from tierd.errors import BadConfig, DaemonUnreachable, TierdError
 from tierd.format.ids import HOT, Run
 from tierd.format.node_file import ranks_text

@@ -37,7 +37,7 @@ from tierd.transfer.sidecar_copy import (
 )
 from tierd.workers.former_sidecars import FormerSidecars
 from tierd.workers.sidecar_versions import SidecarVersions
-from tierd.workers.watch_findings import SHOWN_MAX, lines
+from tierd.workers.watch_state import SHOWN_MAX, lines
 
 T = TypeVar("T")
 

@@ -32,11 +32,9 @@ from tierd.workers.adopter import Adopter, AnnouncedPart
 from tierd.workers.announcements import Announcements
 from tierd.workers.folder_events import EventSource
 from tierd.workers.hot_space import MakeRoom
-from tierd.workers.scan_order import ScanOrder
 from tierd.workers.stored_checkpoints import StoredCheckpoints
 from tierd.workers.watch_claim import WatchClaim
-from tierd.workers.watch_findings import WatchFindings, lines, shown
-from tierd.workers.watched_entry import WatchedEntry
+from tierd.workers.watch_state import ScanOrder, WatchedEntry, WatchFindings, lines, shown
 
 log = logging.getLogger("tierd")
 

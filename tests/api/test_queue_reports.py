@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierd.api.write_rates import SAMPLE_S, WINDOW_S, WriteRates
+from tierd.api.queue_reports import SAMPLE_S, WINDOW_S, WriteRates
 
 
 def test_the_rate_is_that_of_the_last_minute() -> None:

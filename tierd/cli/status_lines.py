@@ -1,11 +1,13 @@
-"""The nodes of a run, as `tierd status` prints them: a table, and a line for each kind of thing that is missing."""
+"""The nodes of a run, and the folders that the daemon reads from, as `tierd status` prints them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierd.cli.console import duration, print_result, table
+from tierd.cli.console import duration, print_result, size, table
 from tierd.format.node_file import ranks_text
+from tierd.format.text import counted
+from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.node_reports import NewestPart, NodeReport
 
 ROWS_MAX = 16  # of more nodes, only those that something is wrong with
@@ -62,3 +64,26 @@ def _step(part: NewestPart | None) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= RANKS_CHARS_MAX else f"{text[: RANKS_CHARS_MAX - 1]}…"
+
+
+def print_watch(watch: WatchReport) -> None:
+    node = f", node {watch.node} of {watch.nodes}" if watch.nodes > 1 else ""
+    what = f"watch {watch.path} ({watch.preset}) for {watch.run}{node}"
+    parts = [f"{what}: {watch.adopted} adopted since the daemon's start"]
+    parts += [] if watch.newest_step is None else [f"the newest of step {watch.newest_step}"]
+    parts += [f"{watch.pending} complete and not adopted yet"] if watch.pending else []
+    parts += [f"polled: {watch.polled_because}"] if watch.is_there and watch.polled_because else []
+    parts += [f"{watch.holder} adopts from it"] if watch.holder else []
+    print_result("; ".join(parts))
+    for problem in watch.problems:
+        print_result(f"  NOT ADOPTED: {problem}")
+    for line in (*watch.waiting, *watch.notes):
+        print_result(f"  {line}")
+
+
+def print_sidecars(sidecars: SidecarReport) -> None:
+    behind = f"; the oldest change waits {duration(sidecars.behind_s)}" if sidecars.behind_s else ""
+    amount = f"{counted(sidecars.files, 'file')}, {size(sidecars.size_bytes)}"
+    print_result(f"sidecar files in {sidecars.path} for {sidecars.run}: {amount}{behind}")
+    for problem in sidecars.problems:
+        print_result(f"  NOT COPIED: {problem}")
