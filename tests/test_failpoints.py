@@ -63,7 +63,6 @@ WITHOUT: dict[tuple[str, str], str] = {
     ): "below the temporary folder of an atomic output, which is published whole",
     ("tierd/cli/pivot.py", "_remove"): "a command: the file is archived, and the command can be repeated",
     ("tierd/cli/pivot.py", "_sync"): "the same",
-    ("tierd/transfer/sidecar_output.py", "*"): "a command: the file is linked to its name when it is whole",
     ("tierd/transfer/source_removal.py", "*"): "it is renamed first, and the next start deletes what is left",
     ("tierd/transfer/atomic_output.py", "*"): "commands only: tests/transfer/test_atomic_output.py kills them",
     ("tierd/tiers/probe.py", "write_rate"): "`tierd doctor`, which writes a temporary file of its own",

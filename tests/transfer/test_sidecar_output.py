@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 from collections.abc import AsyncIterator
@@ -59,6 +60,26 @@ async def test_another_file_is_not_replaced(rooms: Rooms, tmp_path: Path) -> Non
     with pytest.raises(TargetNotEmpty, match="it exists with other bytes"):
         await write_sidecar(rooms.context.hot, path, target, PRIVATE)
     assert target.read_bytes() == CONTENT[:7]
+    assert await names(tmp_path) == {"a.jsonl", "house"}
+
+
+async def test_a_filesystem_without_hard_links_takes_the_file(
+    rooms: Rooms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As exFAT and some FUSE filesystems."""
+    path = await stored(rooms.context.hot, 0, 7, 21)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    target = tmp_path / "a.jsonl"
+    assert await write_sidecar(rooms.context.hot, path, target, PRIVATE)
+    assert target.read_bytes() == CONTENT
+    assert not await write_sidecar(rooms.context.hot, path, target, PRIVATE)
+    target.write_bytes(CONTENT[:7])
+    with pytest.raises(TargetNotEmpty, match="it exists with other bytes"):
+        await write_sidecar(rooms.context.hot, path, target, PRIVATE)
     assert await names(tmp_path) == {"a.jsonl", "house"}
 
 

@@ -111,7 +111,7 @@ def atomic_output(
                         with contextlib.suppress(OSError), closing_fd(_open_below(existing, names)) as parent:
                             os.rmdir(path.name, dir_fd=parent)
         except OSError as error:
-            raise _translated(error, target) from error
+            raise output_error(error, target) from error
 
 
 def check_target(target: Path) -> None:
@@ -210,7 +210,8 @@ def _clear(partial: int, keep: Container[str]) -> None:
                 os.unlink(name, dir_fd=descriptor)
 
 
-def _translated(error: OSError, target: Path) -> TierdError:
+def output_error(error: OSError, target: Path) -> TierdError:
+    """What is raised where a file or folder that a command writes cannot be written."""
     message = f"write into {target}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Full(message, hint="free space there, or name another disk")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import hashlib
-import os
-import secrets
 from collections.abc import AsyncGenerator, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 from tierd.access import Access
-from tierd.errors import Corrupt, Full, TargetNotEmpty, TierdError
-from tierd.format.layout import PARTIAL_SUFFIX
+from tierd.errors import Corrupt, TargetNotEmpty
 from tierd.format.sidecar import SEGMENT_BYTES_MAX, Segment, decode_segment, short
+from tierd.tiers.new_file import NewFile
 from tierd.tiers.tier import Tier
-from tierd.tiers.tree import FOLDER
+from tierd.tiers.tree import Tree
+from tierd.transfer.atomic_output import output_error
 
 _OBJECT_BYTES_MAX = SEGMENT_BYTES_MAX + (64 << 10)
 
@@ -47,20 +45,24 @@ async def write_sidecar(
     """Write the bytes of these segments, which have no holes, to `target`. False if the target has them already.
     `prefixes`: gets the bytes too. Raises NotFound when a segment was replaced meanwhile, Corrupt, Foreign,
     TierUnreachable, Full, and TargetNotEmpty when the target has other bytes."""
+    file = NewFile(Tree(target.parent, create=True, access=access), target.name, path[-1].end, is_small=True)
+    digest, offset = hashlib.sha256(), 0
     try:
-        output = await asyncio.to_thread(_Output, target, access)
-        try:
-            digest = hashlib.sha256()
-            async for _, _, content in verified_segments(tier, path):
-                digest.update(content)
-                if prefixes is not None:
-                    prefixes.update(content)
-                await asyncio.to_thread(output.write, content)
-            return await asyncio.to_thread(output.publish, digest.hexdigest())
-        finally:
-            await asyncio.to_thread(output.close)
+        await asyncio.to_thread(file.begin)
+        async for _, _, content in verified_segments(tier, path):
+            digest.update(content)
+            if prefixes is not None:
+                prefixes.update(content)
+            await asyncio.to_thread(file.write, offset, memoryview(content), len(content))
+            offset += len(content)
+        if await asyncio.to_thread(partial(file.commit, if_absent=True)):
+            return True
+        await asyncio.to_thread(_check_same, target, digest.hexdigest())
+        return False
     except OSError as error:
-        raise _translated(error, target) from error
+        raise output_error(error, target) from error
+    finally:
+        await asyncio.to_thread(file.close)
 
 
 async def prefix_digests(tier: Tier, path: Sequence[Segment], ends: Collection[int]) -> dict[int, str]:
@@ -92,59 +94,9 @@ async def verified_segments(tier: Tier, path: Sequence[Segment]) -> AsyncGenerat
         yield segment, raw, content
 
 
-class _Output:
-    """A file beside the target, which gets the target's name when it is whole. Every method blocks, and raises
-    OSError."""
-
-    def __init__(self, target: Path, access: Access) -> None:
-        self._target = target
-        self._name = f".{target.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._folder = os.open(target.parent, FOLDER)
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._fd = os.open(self._name, flags, 0o600, dir_fd=self._folder)
-        except BaseException:
-            os.close(self._folder)
-            raise
-        access.share(self._fd)
-
-    def write(self, content: bytes) -> None:
-        while content:
-            content = content[os.write(self._fd, content) :]
-
-    def publish(self, digest: str) -> bool:
-        """False if the target exists with this digest."""
-        os.fsync(self._fd)
-        if _is_same(self._target, digest):
-            return False
-        os.link(self._name, self._target.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-        os.fsync(self._folder)
-        return True
-
-    def close(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._name, dir_fd=self._folder)
-        os.close(self._fd)
-        os.close(self._folder)
-
-
-def _is_same(target: Path, expected: str) -> bool:
-    """Whether the file is there with these bytes. Raises TargetNotEmpty if it is there with others."""
-    try:
-        with target.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        return False
+def _check_same(target: Path, expected: str) -> None:
+    """Raises TargetNotEmpty if the file has not these bytes."""
+    with target.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != expected:
         raise TargetNotEmpty(f"write {target}: it exists with other bytes", hint="move it away, or name another folder")
-    return True
-
-
-def _translated(error: OSError, target: Path) -> TierdError:
-    message = f"write {target}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Full(message, hint="free space there, or name another disk")
-    if error.errno == errno.EEXIST:
-        return TargetNotEmpty(message, hint="another process wrote it meanwhile")
-    return TierdError(message, hint="check the path and its permissions")
