@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from tierd.lifecycle.needs import needs
 from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
 from tierd.local_checks import memlock
 from tierd.status.report import StatusReport
-from tierd.tiers.probe import Advice, nearest_existing, write_rate
+from tierd.tiers.probe import Advice, free_bytes_at, nearest_existing, write_rate
 
 MEASURED_BYTES = 64 << 20  # less takes mostly latency, and shows no rate
 ROOM_TO_MEASURE = 8  # times MEASURED_BYTES: a disk with less free space is not filled further
@@ -63,7 +62,7 @@ def _space(about: str, path: Path | None, need: Forecast, planned: Planned, *, r
         message += f"; it costs {need.steady_cost:.3g} a month, and each month {need.growth_cost or 0.0:.3g} more"
     if path is None:
         return Advice("forecast", about, "ok", message)
-    free_bytes = shutil.disk_usage(nearest_existing(path)).free
+    free_bytes = free_bytes_at(path)
     message += f"; {size(free_bytes)} are free"
     hint = "keep fewer ([lifecycle]), save less often, or use a larger disk; docs/RUNBOOK.md#disk-full"
     if steady_bytes > free_bytes:
@@ -75,7 +74,7 @@ def _space(about: str, path: Path | None, need: Forecast, planned: Planned, *, r
 
 def _disk_rate(about: str, path: Path, planned: Planned) -> Advice:
     existing = nearest_existing(path)
-    if shutil.disk_usage(existing).free < ROOM_TO_MEASURE * MEASURED_BYTES:
+    if free_bytes_at(path) < ROOM_TO_MEASURE * MEASURED_BYTES:
         return Advice("write rate", about, "note", f"{existing} is too full to be measured")
     try:
         bytes_per_s = write_rate(existing, MEASURED_BYTES)

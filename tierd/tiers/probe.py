@@ -90,7 +90,7 @@ def probe_exposure(about: str, path: Path, access: Access) -> Iterator[Advice]:
 
 def probe_space(about: str, path: Path, *, checkpoint_bytes: int, used_bytes: int, keep_last: int) -> Advice:
     """Whether `keep_last` checkpoints of this size fit, with one more being written and one being deleted."""
-    free_bytes = shutil.disk_usage(nearest_existing(path)).free
+    free_bytes = free_bytes_at(path)
     count = keep_last + ROOM_CHECKPOINTS
     free = f"{text.size(free_bytes)} free"
     if checkpoint_bytes == 0:
@@ -162,3 +162,8 @@ def _direct_io(about: str, path: Path, fd: int) -> Advice:
 def nearest_existing(path: Path) -> Path:
     """The path itself, or its nearest parent that exists."""
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
+
+
+def free_bytes_at(path: Path) -> int:
+    """Of the disk where the path is, or will be made."""
+    return shutil.disk_usage(nearest_existing(path)).free
