@@ -14,7 +14,7 @@ import tierd_client
 import torch
 from safetensors.torch import load_file, save_file
 from tierd_client import TrainingState
-from tierd_client.state.training_state import architecture_hash
+from tierd_client.state.training_state import architecture_of
 
 from tests.support.cli import House, make_house
 from tests.support.daemon import Daemon
@@ -88,7 +88,7 @@ def test_a_model_restores_the_bits_of_a_file(tmp_path: Path) -> None:
             assert client.restore(given, resume="run:new@3", only=["model"]) is not None
         assert_same(tuned.state_dict(), model.state_dict())
         manifest = daemon.json("show", "new", "3")["manifest"]
-        assert manifest["architecture_hash"] == architecture_hash(state.capture(0, 1))
+        assert manifest["architecture_hash"] == architecture_of(state.capture(0, 1))
 
 
 def test_a_folder_with_an_index_is_one_model(house: House) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tierd_client import DictState, TrainingState
-from tierd_client.state.training_state import architecture_hash
+from tierd_client.state.training_state import architecture_of
 
 from tests.support.cli import House, make_house
 from tests.support.daemon import Daemon
@@ -138,7 +138,7 @@ def test_the_entry_that_model_names_is_restored_into_a_module(tmp_path: Path) ->
         with tierd_client.connect("new", socket=daemon.socket) as client:
             assert client.restore(state) is not None
         manifest = daemon.json("show", "new", "2")["manifest"]
-        assert manifest["architecture_hash"] == architecture_hash(state.capture(0, 1))
+        assert manifest["architecture_hash"] == architecture_of(state.capture(0, 1))
     assert_same(fresh.model.state_dict(), training.model.state_dict())
     assert extra == {"epoch": 7}
 

@@ -8,8 +8,9 @@ is refused.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -135,6 +136,13 @@ def file_entry(
         digest=algorithm or msgspec.UNSET,
         digests=list(digests) if algorithm else msgspec.UNSET,
     )
+
+
+def architecture_hash(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> str:
+    """sha256, in hexadecimal, of the model's among these tensors. `tensors`: (name, dtype as torch has it, global
+    shape) of each."""
+    model = sorted(tensor for tensor in tensors if tensor[0].startswith("model."))
+    return hashlib.sha256(json.dumps(model, separators=(",", ":")).encode()).hexdigest()
 
 
 def plain_metrics(metrics: Mapping[str, float | str]) -> dict[str, float | str]:

@@ -6,8 +6,6 @@ their rank only. A restore reads tensors from any shard. The commit is left to t
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,7 @@ from tierd.catalog.catalog import Catalog
 from tierd.errors import BadRequest
 from tierd.format import checksum, layout, shard
 from tierd.format.ids import CheckpointId, Rank, Run
-from tierd.format.manifest import FORMAT_VERSION, SNAPSHOT, FileEntry, Manifest
+from tierd.format.manifest import FORMAT_VERSION, SNAPSHOT, FileEntry, Manifest, architecture_hash
 from tierd.format.whole import AssembledFile, WholeTensor, as_shard
 from tierd.tiers.chunks import differences, measure
 from tierd.tiers.directory import DirectoryStore
@@ -121,13 +119,9 @@ class ImportedState:
 
 
 def architecture_of(tensors: Iterable[WholeTensor]) -> str:
-    """The hash that tierd's client computes of the tensors of a model: sha256, in hex, of names, dtypes and shapes."""
-    model = sorted(
-        (tensor.name, tensor.parts[0].entry.torch_dtype or tensor.dtype, tensor.shape)
-        for tensor in tensors
-        if tensor.name.startswith("model.")
+    return architecture_hash(
+        (tensor.name, tensor.parts[0].entry.torch_dtype or tensor.dtype, tensor.shape) for tensor in tensors
     )
-    return hashlib.sha256(json.dumps(model, separators=(",", ":")).encode()).hexdigest()
 
 
 def imported_id(

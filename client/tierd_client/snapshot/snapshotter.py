@@ -33,7 +33,7 @@ from tierd_client.snapshot.overlap import Overlap
 from tierd_client.snapshot.staging import Stager, Staging
 from tierd_client.state.completeness import check_restorable
 from tierd_client.state.ownership import HeldTensor, ReplicaComparison, assign_owners, copied_here
-from tierd_client.state.training_state import Capturable, Captured, State, TrainingState, architecture_hash
+from tierd_client.state.training_state import Capturable, Captured, State, TrainingState, architecture_of
 from tierd_client.step_times import StepTimes
 
 COPIED_POLL_S = 0.05
@@ -123,7 +123,7 @@ class Snapshotter:
             metrics=plain,
             milestone=self.milestone,
             parent=parent,
-            architecture_hash=architecture_hash(captured),
+            architecture_hash=architecture_of(captured),
             versions=VERSIONS,
             resent=False,
         )

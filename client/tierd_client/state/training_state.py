@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import msgspec
 import torch
 
 from tierd.errors import BadConfig, Corrupt, TierdError, Unsupported
+from tierd.format.manifest import architecture_hash
 from tierd_client.log import log
 from tierd_client.state.encoding import Collector, Json
 from tierd_client.state.objects import Decode, Encode, Objects
@@ -75,15 +74,13 @@ class Captured:
         return held
 
 
-def architecture_hash(captured: Captured) -> str:
-    """sha256, in hex, of the names, dtypes and global shapes of the model's tensors."""
+def architecture_of(captured: Captured) -> str:
+    """The manifest's hash of the model. Without the suffix of names that are of one rank."""
     suffix = captured.tree.get("model", {}).get("per_rank", {}).get("suffix") or "\0"
-    model = sorted(
+    return architecture_hash(
         (tensor.name.removesuffix(suffix), tensor.torch_dtype or tensor.dtype, tensor.global_shape)
         for tensor in captured.tensors
-        if tensor.name.startswith("model.")
     )
-    return hashlib.sha256(json.dumps(model, separators=(",", ":")).encode()).hexdigest()
 
 
 class Capturable(Protocol):
