@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.cli import make_house, make_part
 from tests.support.handmade_nodes import HandmadeNodes, handmade_nodes, layout_name, shard
 from tests.support.waiting import wait_until
 from tierd.api.operator_socket import find_nodes
+from tierd.format import layout
 from tierd.format.ids import checkpoint_id
 from tierd.format.node_file import decode_node_file
 from tierd.keys.key_file import make_key_file
@@ -72,6 +74,17 @@ def test_parts_are_found_when_the_ranks_have_just_been_placed_elsewhere(tmp_path
         assert (code, restored.get("step")) == (0, 1), noted
         assert_whole(tmp_path / "all", 1, 2)
         again.close()
+
+
+def test_part_of_another_start_is_named_as_what_it_is(tmp_path: Path) -> None:
+    """Two starts may have the same generation where no cold tier has answered."""
+    house = make_house(tmp_path)
+    make_part(house.hot, [0], world_size=2)
+    make_part(house.hot / layout.PEERS, [1], world_size=2, claim="1" * 32)
+    done = house.tierd("restore", "--run", "run42", "--to", tmp_path / "found", "--tier", "hot", "--step", "100")
+    assert done.exit_code == 3
+    assert "the parts of ranks 1 are missing" in done.stderr
+    assert "the copy here has ranks 1 of another start of the run" in done.stderr
 
 
 @pytest.mark.long

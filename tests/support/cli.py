@@ -125,14 +125,21 @@ def make_checkpoint(
 
 
 def make_part(
-    root: Path, ranks: list[int], *, world_size: int = 4, step: int = 100, sequence: int = 1, size_bytes: int = 20_000
+    root: Path,
+    ranks: list[int],
+    *,
+    world_size: int = 4,
+    step: int = 100,
+    sequence: int = 1,
+    size_bytes: int = 20_000,
+    claim: str = "0" * 32,
 ) -> NodeFile:
     """One node's part of a checkpoint over several nodes, in the tier at `root`."""
     checkpoint = checkpoint_id("run42", step, 1)
     shards = {layout.shard_name(Rank(rank), world_size): content(checkpoint, rank, size_bytes) for rank in ranks}
     manifest = make_manifest(checkpoint, [_entry(name, shard) for name, shard in shards.items()], sequence=sequence)
     fields = {name: getattr(manifest, name) for name in Head.__struct_fields__} | {"world_size": world_size}
-    part = NodeFile(**fields, files=manifest.files, claim="0" * 32, ranks=ranks, is_healthy=None, milestone="")
+    part = NodeFile(**fields, files=manifest.files, claim=claim, ranks=ranks, is_healthy=None, milestone="")
 
     async def write() -> None:
         store = DirectoryStore(root)

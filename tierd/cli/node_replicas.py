@@ -178,8 +178,13 @@ class _Search:
         parts: dict[str, NodeFile] = {}
         for name, each in list(holders.items()):
             part, holders[name] = await self._read_part(checkpoint, name, each)
-            if part is not None and part.head_digest == next(iter(parts.values()), part).head_digest:
+            if part is None:
+                continue
+            if part.head_digest == next(iter(parts.values()), part).head_digest:
                 parts[name] = part
+            else:
+                ranks, where = ranks_text(part.ranks), holders[name][0].tier.name
+                self._reasons.append(f"{where} has ranks {ranks} of another start of the run")
         found = list(parts.values())
         missing = missing_ranks(found) if found else []
         if missing or not found:

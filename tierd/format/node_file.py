@@ -23,6 +23,7 @@ from tierd.format import layout
 from tierd.format.adopted import tree_file
 from tierd.format.ids import CheckpointId, Rank
 from tierd.format.manifest import FileEntry, Head, Manifest, check_files, decode_file
+from tierd.format.node_messages import HeldCheckpoint
 from tierd.format.text import counted
 
 CLAIM_DIGITS = 32  # hexadecimal: 128 bits
@@ -131,10 +132,10 @@ def _ranges_text(ranges: Sequence[tuple[int, int]]) -> str:
     return shown if len(ranges) <= RANGES_SHOWN_MAX else f"{shown}, … ({count} ranks)"
 
 
-def missing_ranks(node_files: Collection[NodeFile]) -> list[int]:
-    """The ranks of the checkpoint that none of its node files has, ascending. At least one node file."""
-    world_size = next(iter(node_files)).world_size
-    found = {rank for node_file in node_files for rank in node_file.ranks}
+def missing_ranks(parts: Collection[NodeFile | HeldCheckpoint]) -> list[int]:
+    """The ranks of the checkpoint that none of its parts has, ascending. At least one part."""
+    world_size = next(iter(parts)).world_size
+    found = {rank for part in parts for rank in part.ranks}
     return [rank for rank in range(world_size) if rank not in found]
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a training over several nodes restores from the nodes themselves: the one place that decides it.
+"""Which checkpoint a training over several nodes restores from the nodes themselves.
 
 Pure: it takes what the daemons of all nodes have, and what has failed since. A checkpoint is covered when the parts of
 the nodes together have every rank that saved it. Where nodes cannot read from each other, a covered checkpoint is
@@ -14,7 +14,7 @@ import msgspec
 
 from tierd.errors import UNHEALTHY
 from tierd.format.ids import AUTO, HOT, MEMORY, PEER, CheckpointId, checkpoint_id
-from tierd.format.node_file import ranks_text
+from tierd.format.node_file import missing_ranks, ranks_text
 from tierd.format.node_messages import HeldCheckpoint
 from tierd.format.peers import PeerAddress
 from tierd.format.wire import DESCRIPTORS_MAX
@@ -193,10 +193,9 @@ def _gap(nodes: Sequence[NodeInventory], checkpoint: CheckpointId, tier: str = A
     if len({(held.head_digest, held.world_size) for held in parts}) > 1:
         return "the nodes have parts of different starts of the run"
     world_size = parts[0].world_size
-    saved = [rank for held in parts for rank in held.ranks]
-    if missing := sorted(set(range(world_size)) - set(saved)):
+    if missing := missing_ranks(parts):
         return f"no node has the part with {_ranks(missing)} of {world_size}"
-    return "two nodes have the part of one rank" if len(saved) != world_size else ""
+    return "two nodes have the part of one rank" if sum(len(held.ranks) for held in parts) != world_size else ""
 
 
 def _distance(nodes: Sequence[NodeInventory], checkpoint: CheckpointId) -> str:
