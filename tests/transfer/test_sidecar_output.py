@@ -91,4 +91,6 @@ async def test_a_segment_that_is_gone_or_swapped_leaves_nothing(rooms: Rooms, tm
     await hot.store.delete([path[1].key])
     with pytest.raises(NotFound):
         await write_sidecar(hot, path, tmp_path / "a.jsonl", PRIVATE)
+    with pytest.raises(NotFound):  # listed again, none is left
+        await write_sidecar(hot, [], tmp_path / "a.jsonl", PRIVATE)
     assert await names(tmp_path) == {"house"}

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tierd.access import Access
-from tierd.errors import Corrupt, TargetNotEmpty
+from tierd.errors import Corrupt, NotFound, TargetNotEmpty
 from tierd.format.sidecar import SEGMENT_BYTES_MAX, Segment, decode_segment, short
 from tierd.tiers.new_file import NewFile
 from tierd.tiers.tier import Tier
@@ -43,8 +43,10 @@ async def write_sidecar(
     tier: Tier, path: Sequence[Segment], target: Path, access: Access, prefixes: PrefixDigests | None = None
 ) -> bool:
     """Write the bytes of these segments, which have no holes, to `target`. False if the target has them already.
-    `prefixes`: gets the bytes too. Raises NotFound when a segment was replaced meanwhile, Corrupt, Foreign,
-    TierUnreachable, Full, and TargetNotEmpty when the target has other bytes."""
+    `prefixes`: gets the bytes too. Raises NotFound without segments, or when one was replaced meanwhile, Corrupt,
+    Foreign, TierUnreachable, Full, and TargetNotEmpty when the target has other bytes."""
+    if not path:
+        raise NotFound(f"write {target}: {tier.name} has no segment of it that begins at 0")
     file = NewFile(Tree(target.parent, create=True, access=access), target.name, path[-1].end, is_small=True)
     digest, offset = hashlib.sha256(), 0
     try:
