@@ -18,6 +18,7 @@ from typing import NoReturn
 from tierd.errors import BadConfig, BadRequest, DaemonUnreachable, SlotsBusy
 from tierd.format import wire
 from tierd.format.ids import CheckpointId
+from tierd.format.run_state import ENDED_WELL, RunState
 from tierd_client.generation import Generation
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
@@ -71,7 +72,7 @@ class Client:
         store = open_store(generation.run, generation.number) if generation.node is not None else None
         settings = generation.settings
         requests.start(settings.every_s, generation.node, store, follows_daemon=settings.cadence == "auto")
-        lost = wire.Goodbye(state="lost", reason="the script ended outside of `with client:`")
+        lost = wire.Goodbye(state=RunState.LOST, reason="the script ended outside of `with client:`")
         atexit.register(self._close, lost, CLOSE_TIMEOUT_S)  # also for a script that ends without close()
 
     @property
@@ -340,7 +341,7 @@ class Client:
         outcome = outcome_of(error, self._requests.reason)
         wait_s = 0.0 if isinstance(error, KeyboardInterrupt) else CLOSE_TIMEOUT_S
         try:
-            if outcome.state == "stopped" and self._generation.is_open:
+            if outcome.state == RunState.STOPPED and self._generation.is_open:
                 wait_last_snapshot(self._requests.last_step, self._last_shot, self._grace_left_s())
         except BaseException as late:  # an interrupt too: it changes the outcome
             outcome, wait_s = outcome_of(late, ""), 0.0
@@ -348,7 +349,7 @@ class Client:
         finally:
             self._requests.release_signals()
             lost = self._close(outcome, wait_s)
-        if lost is not None and outcome.state in ("finished", "stopped"):
+        if lost is not None and outcome.state in ENDED_WELL:
             raise lost
 
     def __enter__(self) -> Client:
@@ -367,7 +368,7 @@ class Client:
         """Leave the run as finished. Waits up to 10 s until the daemon has accepted the last snapshot; otherwise logs
         an error. Raises DaemonUnreachable when it is lost because the daemon refuses this client."""
         if not self._generation.is_closed:  # `__del__` may call this after Python has cleared the modules
-            lost = self._close(wire.Goodbye(state="finished", reason=""), CLOSE_TIMEOUT_S)
+            lost = self._close(wire.Goodbye(state=RunState.FINISHED, reason=""), CLOSE_TIMEOUT_S)
             if lost is not None:
                 raise lost
 

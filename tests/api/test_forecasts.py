@@ -18,6 +18,7 @@ from tierd.api.forecasts import FORECAST_S, Forecasts, TierForecasts
 from tierd.config.sections import ColdConfig, ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import FileEntry
+from tierd.format.run_state import RunState
 from tierd.status.report import DiskForecast
 
 NOW = datetime(2026, 11, 27, 12, tzinfo=UTC)
@@ -89,7 +90,7 @@ async def test_a_run_whose_trainers_have_ended_here_counts_only_if_another_node_
     save(rooms, 3)
     outcomes, generation = rooms.context.memory.outcomes, Generation(0 if newer_elsewhere else 1)
     outcomes.rank_entered(Run(RUN), generation, Rank(0))
-    outcomes.rank_exited(Run(RUN), Rank(0), "finished", "")
+    outcomes.rank_exited(Run(RUN), Rank(0), RunState.FINISHED, "")
     outcomes.rank_disconnected(Run(RUN), Rank(0))
     assert ((await read(rooms, hot=1)).disk("hot", NOW) is not None) == newer_elsewhere
 

@@ -14,6 +14,7 @@ from tierd.format.bitmap import pack_indexes, unpack_indexes
 from tierd.format.ids import checkpoint_id
 from tierd.format.node_messages import HeldCheckpoint
 from tierd.format.peers import PeerAddress
+from tierd.format.run_state import RunState
 
 TO_DAEMON: list[wire.ToDaemon] = [
     wire.Hello(protocol=1, version="0.1.0", run="run42", rank=None, world_size=1, generation=None),
@@ -46,7 +47,7 @@ TO_DAEMON: list[wire.ToDaemon] = [
     wire.Convene(meeting=3),
     wire.Request(request=1, kind="snapshot", milestone="best"),
     wire.Answer(request=1, step=7, kind="slots_busy", message="m", hint="h"),
-    wire.Goodbye(state="halted", reason="loss is nan"),
+    wire.Goodbye(state=RunState.HALTED, reason="loss is nan"),
 ]
 TO_CLIENT: list[wire.ToClient] = [
     wire.Welcome(
@@ -98,6 +99,8 @@ def test_encoded_messages_equal_the_golden_bytes() -> None:
     """A running trainer may have another version of the client, so these bytes must not change."""
     assert wire.encode(wire.Filling(slot=1, step=7)) == b"\x83\xa4type\xa7Filling\xa4slot\x01\xa4step\x07"
     assert msgspec.msgpack.decode(wire.encode(wire.Fenced(generation=4))) == {"type": "Fenced", "generation": 4}
+    goodbye = wire.Goodbye(state=RunState.STOPPED)
+    assert wire.encode(goodbye) == b"\x83\xa4type\xa7Goodbye\xa5state\xa7stopped\xa6reason\xa0"
 
 
 def test_an_unknown_field_of_a_message_is_ignored() -> None:
@@ -118,6 +121,7 @@ def test_a_message_to_the_daemon_is_not_a_message_to_the_client(message: wire.To
         b"\xff" * 10,
         b"\x83\xa4type\xa7Filling",
         b"\x83\xa4type\xa7Filling\xa4slot\x01\xa4step\xa7x",
+        b"\x82\xa4type\xa7Goodbye\xa5state\xa4well",  # not a state
         b"\x81\xa4type\xa2\xff\xfe",  # not UTF-8
         b"\x83\xa4type\xa7Filling\xa4slot\xcf" + b"\xff" * 8 + b"\xa4step\xca\x7f\xc0\x00\x00",
         b"\x91" * 60000,  # nested too deeply

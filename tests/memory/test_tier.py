@@ -10,6 +10,7 @@ import pytest
 from tests.support.slots import make_sealed, make_slot
 from tierd.errors import BadRequest, Stale
 from tierd.format.ids import Generation, Rank, Run, checkpoint_id
+from tierd.format.run_state import RunState
 from tierd.memory.slot import MappedSlot, SlotEvent, SlotState
 from tierd.memory.snapshot_set import SnapshotSet
 from tierd.memory.tier import MemoryTier
@@ -245,7 +246,7 @@ def test_memory_of_a_run_is_freed_at_once_only_if_every_rank_left_in_good_order(
     for rank, outcome in zip(trainers.ranks, outcomes, strict=True):
         assert not memory.forget_ended(RUN), f"rank {rank} is still connected"
         if outcome is not None:
-            memory.outcomes.rank_exited(RUN, rank, outcome, "")
+            memory.outcomes.rank_exited(RUN, rank, RunState(outcome), "")
         memory.leave(RUN, rank, now_s=100.0)
     assert not memory.forget_ended(RUN), "it is not persisted yet"
     trainers.persist(snapshot_set)
@@ -258,14 +259,14 @@ def test_memory_of_a_run_is_freed_at_once_only_if_every_rank_left_in_good_order(
 
 def test_memory_stays_until_ranks_that_never_connected_have_ended_too(memory: MemoryTier) -> None:
     memory.enter(RUN, Generation(1), Rank(0), 2)
-    memory.outcomes.rank_exited(RUN, Rank(0), "finished", "")
+    memory.outcomes.rank_exited(RUN, Rank(0), RunState.FINISHED, "")
     memory.leave(RUN, Rank(0), now_s=100.0)
     assert not memory.forget_ended(RUN)
 
 
 def test_an_old_trainer_of_a_run_whose_memory_was_freed_is_refused(memory: MemoryTier) -> None:
     trainers = Trainers(memory)
-    memory.outcomes.rank_exited(RUN, Rank(0), "finished", "")
+    memory.outcomes.rank_exited(RUN, Rank(0), RunState.FINISHED, "")
     memory.leave(RUN, Rank(0), now_s=100.0)
     assert memory.forget_ended(RUN)
     with pytest.raises(Stale, match="no trainer of this generation is connected"):

@@ -18,6 +18,7 @@ from tierd.api.gauges import refresh_gauges
 from tierd.api.operator import Operator
 from tierd.format import layout
 from tierd.format.ids import Generation, Rank, Run
+from tierd.format.run_state import RunState
 from tierd.memory.outcomes import ENDED_RECENT_S
 from tierd.status.report import StatusReport
 from tierd.workers import attached_runs as module
@@ -63,7 +64,7 @@ class Life:
     def leave(self, outcome: str | None, run: Run = RUN, ranks: int = 2) -> None:
         for rank in range(ranks):
             if outcome is not None:
-                self.rooms.memory.outcomes.rank_exited(run, Rank(rank), outcome, "its reason")
+                self.rooms.memory.outcomes.rank_exited(run, Rank(rank), RunState(outcome), "its reason")
             self.rooms.memory.leave(run, Rank(rank), now_s=self.now_s)
 
     def state(self, run: Run = RUN) -> str | None:

@@ -12,7 +12,8 @@ from msgspec import UNSET
 from tierd.catalog.decisions import halted
 from tierd.context import DaemonContext
 from tierd.format.ids import MEMORY, Run
-from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
+from tierd.format.run_state import ENDED_BADLY
+from tierd.memory.outcomes import ENDED_RECENT_S
 from tierd.metrics import HALT_REASONS, OTHER_RUNS, RUNS_MAX
 from tierd.status.node_reports import age_s
 from tierd.status.report import RunReport, StatusReport

@@ -26,6 +26,7 @@ from tierd.context import DaemonContext
 from tierd.format.ids import HOT, MEMORY, CheckpointId, Run, is_run, parse_name
 from tierd.format.manifest import Manifest
 from tierd.format.node_file import NodeFile
+from tierd.format.run_state import RunState
 from tierd.format.text import printable, printable_json
 from tierd.memory.progress import Pause
 from tierd.memory.slot import SlotState
@@ -247,7 +248,7 @@ class Operator:
         return work_at_risk(
             sources,
             world_size=report.world_size or 1,
-            is_running=report.state == "running",
+            is_running=report.state == RunState.RUNNING,
             step_s=progress.step_s(run),
             restore_s=restore_s,
             on_hot_disk=on_hot_disk,

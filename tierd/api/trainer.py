@@ -29,6 +29,7 @@ from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.audit import EventKind
 from tierd.format.ids import MEMORY, CheckpointId, Rank, Run, check_run, checkpoint_id
+from tierd.format.run_state import BROKE_OFF, RunState
 from tierd.format.text import printable
 from tierd.memory.slot import MappedSlot
 from tierd.memory.snapshot_set import SnapshotSet
@@ -371,8 +372,8 @@ class TrainerDoor:
             now_s = self._context.monotonic_s()
             self._memory.leave(session.run, session.rank, now_s=now_s)
             if not self._memory.present(session.run):
-                state, _ = self._memory.outcomes.state(session.run) or ("lost", "")
-                self._context.cadences.left(session.run, now_s, has_failed=state in ("lost", "failed"))
+                state, _ = self._memory.outcomes.state(session.run) or (RunState.LOST, "")
+                self._context.cadences.left(session.run, now_s, has_failed=state in BROKE_OFF)
             self.admission.left(session)
             log.info("%s rank %d left; its sealed snapshots stay", session.run, session.rank)
             self.forget_ended(session.run)

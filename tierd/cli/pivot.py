@@ -25,6 +25,7 @@ from tierd.errors import BadConfig, BadRequest, DaemonUnreachable, NotFound, Tra
 from tierd.format import layout
 from tierd.format.ids import CheckpointId, Run, check_run
 from tierd.format.manifest import ADOPTED
+from tierd.format.run_state import ENDED_WELL, RunState
 from tierd.format.sidecar import Segment, is_file_name, parse_segment, segment_prefix
 from tierd.tiers.pool import ThreadPool
 from tierd.tiers.tree import fsync_path
@@ -180,7 +181,7 @@ def _stop(config: Config, run: Run, name: str, wait_s: float, *, marked: Checkpo
             f"pivot {run}: {error.message}",
             hint="start the daemon: without it, nobody knows whether trainers still write",
         ) from error
-    if report is None or report.state != "running":
+    if report is None or report.state != RunState.RUNNING:
         if marked is None:
             print_note(f"tierd: {run} has no trainer here: its newest checkpoint ends the phase")
         return
@@ -190,7 +191,7 @@ def _stop(config: Config, run: Run, name: str, wait_s: float, *, marked: Checkpo
             hint="choose another name; nothing was done",
         )
     _, ended = stop_and_wait(config, run, wait_s=wait_s, is_silent=True)
-    if ended.state not in ("stopped", "finished"):
+    if ended.state not in ENDED_WELL:
         why = f": {ended.reason}" if ended.reason else ""
         raise BadRequest(f"pivot {run}: the run is {ended.state}, not stopped{why}", hint="`tierd status` says more")
 

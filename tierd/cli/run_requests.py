@@ -19,10 +19,11 @@ from tierd.config.sections import Config
 from tierd.errors import EXIT_HALTED, Transient
 from tierd.format import wire
 from tierd.format.ids import HOT, Run, check_run, checkpoint_id
+from tierd.format.run_state import RunState
 from tierd.status.report import RunReport
 
 POLL_INTERVAL_S = 0.2
-EXIT_CODES = {"finished": 0, "stopped": 0, "halted": EXIT_HALTED}  # any other: 1
+EXIT_CODES: dict[str, int] = {RunState.FINISHED: 0, RunState.STOPPED: 0, RunState.HALTED: EXIT_HALTED}  # any other: 1
 
 
 def stop(
@@ -62,7 +63,7 @@ def _wait_ended(config: Config, run: str, generation: int, deadline_s: float) ->
     """The run once it has ended. A newer generation means that it ended and was started again."""
     while True:
         report = daemon_http.find(config).status.find_run(run)
-        if report is not None and (report.state != "running" or report.generation > generation):
+        if report is not None and (report.state != RunState.RUNNING or report.generation > generation):
             return report
         if time.monotonic() >= deadline_s:
             raise Transient(

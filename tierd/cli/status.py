@@ -27,6 +27,7 @@ from tierd.cli.status_lines import print_roster, print_sidecars, print_watch
 from tierd.errors import BadConfig, DaemonUnreachable, TierdError
 from tierd.format.ids import HOT, Run
 from tierd.format.node_file import ranks_text
+from tierd.format.run_state import RunState
 from tierd.format.text import counted
 from tierd.status.alarm_rules import DISAPPEARED, alarms
 from tierd.status.disks import free_bytes, on_disk_of
@@ -65,7 +66,7 @@ Watch = Annotated[
 ]
 
 _OF_TIER = ("transient", "tier_unreachable")  # kinds of failures
-_STATES = {"stopped": "stopped: start it again", "halted": "HALTED: a person must decide"}
+_STATES = {RunState.STOPPED: "stopped: start it again", RunState.HALTED: "HALTED: a person must decide"}
 
 
 async def status(context: typer.Context, json: options.Json = False, check: Check = False, watch: Watch = False) -> int:
@@ -326,7 +327,7 @@ def _print_run(run: RunReport, settings: Settings, tiers: list[TierReport]) -> N
     for tier, checkpoint in newest.items():
         print_result(f"  {tier:<10} {_newest(checkpoint)}")
     for risk in run.at_risk:
-        if run.state == "running" or risk.tier is None or risk.steps or risk.seconds:
+        if run.state == RunState.RUNNING or risk.tier is None or risk.steps or risk.seconds:
             whose = "the trainers are" if risk.lost == "trainers" else f"the {risk.lost} is"
             print_result(f"  if {whose} lost now: {_risk(risk, tiers)}")
     if run.unhealthy_steps:

@@ -27,6 +27,7 @@ from tierd.format.node_messages import (
     Roster,
 )
 from tierd.format.peers import PeerAddress
+from tierd.format.run_state import RunState
 
 PROTOCOL_VERSION = 1
 PROTOCOLS_SPOKEN = range(max(1, PROTOCOL_VERSION - 1), PROTOCOL_VERSION + 1)  # by a daemon: its own, the previous one
@@ -37,7 +38,6 @@ DESCRIPTORS_MAX = 253  # the kernel's own limit, SCM_MAX_FD
 CHUNKS_BYTES_MAX = 48 << 10  # of `Find.chunks`: enough for 26 TB in chunks of 64 MiB, and leaves room for the rest
 
 REQUESTS = ("stop", "snapshot", "force")  # force: stop at once, without a snapshot
-OUTCOMES = ("finished", "stopped", "lost", "failed", "halted")  # by severity
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -204,9 +204,9 @@ class Answer(_Message, frozen=True, kw_only=True):
 
 
 class Goodbye(_Message, frozen=True, kw_only=True):
-    """The trainer leaves. `state`: one of OUTCOMES."""
+    """The trainer leaves. `state`: any but RUNNING."""
 
-    state: str = "lost"
+    state: RunState = RunState.LOST
     reason: str = ""
 
 

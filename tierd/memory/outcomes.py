@@ -6,31 +6,28 @@ has left of it is read by workers/attached_runs.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tierd.errors import BadRequest
 from tierd.format.ids import Generation, Rank, Run
 from tierd.format.node_file import ranks_text
-from tierd.format.wire import OUTCOMES, REASON_CHARS_MAX
+from tierd.format.run_state import BROKE_OFF, ENDED_BADLY, OUTCOMES, RunState
+from tierd.format.wire import REASON_CHARS_MAX
 
 RUNS_MAX = 1024
-RUNNING = "running"  # the state of a run while a rank is connected
-ENDED_BADLY = ("lost", "failed", "halted")  # outcomes after which a person is expected to do something
 ENDED_RECENT_S = 24 * 3600.0  # an outcome is an alarm for so long: then the run is taken for abandoned
-LOST = OUTCOMES.index("lost")
-GOOD_ORDER = {OUTCOMES.index(outcome) for outcome in ("finished", "stopped", "halted")}
 
 
 @dataclass(slots=True)
 class _Ranks:
-    """`outcomes`: (index in OUTCOMES, reason) of each rank that has exited. `former`: the same of the run, as a former
-    daemon has left it; no rank has connected to this one."""
+    """`outcomes`: (outcome, reason) of each rank that has exited. `former`: the same of the run, as a former daemon has
+    left it; no rank has connected to this one."""
 
     generation: Generation
-    former: tuple[int, str] | None = None
+    former: tuple[RunState, str] | None = None
     present: set[Rank] = field(default_factory=set)
-    outcomes: dict[Rank, tuple[int, str]] = field(default_factory=dict)
+    outcomes: dict[Rank, tuple[RunState, str]] = field(default_factory=dict)
     ended_s: float = 0.0  # monotonic time when a rank last disconnected
 
 
@@ -53,12 +50,12 @@ class RunOutcomes:
             del self._runs[next(iter(self._runs))]
         self.on_change()
 
-    def rank_exited(self, run: Run, rank: Rank, outcome: str, reason: str) -> None:
-        """The rank has sent Goodbye with this outcome. Raises BadRequest for an unknown outcome."""
+    def rank_exited(self, run: Run, rank: Rank, outcome: RunState, reason: str) -> None:
+        """The rank has sent Goodbye with this outcome. Raises BadRequest for a state that is no outcome."""
         if outcome not in OUTCOMES:
-            raise BadRequest(f"record the outcome of {run} rank {rank}: {outcome[:80]!r} is not one of {OUTCOMES}")
+            raise BadRequest(f"record the outcome of {run} rank {rank}: {outcome} is not one of {', '.join(OUTCOMES)}")
         if run in self._runs:
-            self._runs[run].outcomes[rank] = OUTCOMES.index(outcome), reason[:REASON_CHARS_MAX]
+            self._runs[run].outcomes[rank] = outcome, reason[:REASON_CHARS_MAX]
 
     def rank_disconnected(self, run: Run, rank: Rank, *, now_s: float = 0.0) -> None:
         """The rank's connection has ended; without a Goodbye before, its outcome is `lost`."""
@@ -66,14 +63,14 @@ class RunOutcomes:
         if ranks is not None:
             ranks.present.discard(rank)
             ranks.ended_s = now_s
-            ranks.outcomes.setdefault(rank, (LOST, "it ended without a message: killed or crashed"))
+            ranks.outcomes.setdefault(rank, (RunState.LOST, "it ended without a message: killed or crashed"))
             self.on_change()
 
-    def restore(self, run: Run, generation: Generation, outcome: str, reason: str, *, ended_s: float) -> bool:
+    def restore(self, run: Run, generation: Generation, outcome: RunState, reason: str, *, ended_s: float) -> bool:
         """A former daemon had its ranks. Returns whether it is taken over: not if a rank has connected since."""
         if run in self._runs or len(self._runs) >= RUNS_MAX:
             return False
-        self._runs[run] = _Ranks(generation, former=(OUTCOMES.index(outcome), reason), ended_s=ended_s)
+        self._runs[run] = _Ranks(generation, former=(outcome, reason), ended_s=ended_s)
         return True
 
     def restored(self) -> list[tuple[Run, Generation]]:
@@ -85,12 +82,12 @@ class RunOutcomes:
         ranks = self._runs.get(run)
         if ranks is None or not ranks.present:
             return ""
-        bad = {rank: outcome for rank, outcome in ranks.outcomes.items() if OUTCOMES[outcome[0]] in ENDED_BADLY}
+        bad = {rank: outcome for rank, outcome in ranks.outcomes.items() if outcome[0] in ENDED_BADLY}
         if not bad:
             return ""
-        severity, reason = max(bad.values())
+        worst, reason = _worst(bad.values())
         noun = "rank" if len(bad) == 1 else "ranks"
-        return f"{noun} {ranks_text(sorted(bad))} {OUTCOMES[severity]}{f': {reason}' if reason else ''}"
+        return f"{noun} {ranks_text(sorted(bad))} {worst}{f': {reason}' if reason else ''}"
 
     def forget(self, run: Run) -> None:
         self._runs.pop(run, None)
@@ -104,20 +101,23 @@ class RunOutcomes:
         ranks = self._runs.get(run)
         if ranks is None or ranks.present or len(ranks.outcomes) < world_size:
             return False
-        return all(severity in GOOD_ORDER for severity, _ in ranks.outcomes.values())
+        return all(outcome not in BROKE_OFF for outcome, _ in ranks.outcomes.values())
 
     def ended_s(self, run: Run) -> float | None:
         """The monotonic time when its last rank disconnected; None while one is connected, or none has been."""
         ranks = self._runs.get(run)
         return None if ranks is None or ranks.present else ranks.ended_s
 
-    def state(self, run: Run) -> tuple[str, str] | None:
+    def state(self, run: Run) -> tuple[RunState, str] | None:
         """(state, reason): `running` while a rank is connected, then the outcome. None: no rank has connected since
         the daemon started, and nothing is known of an earlier one."""
         ranks = self._runs.get(run)
         if ranks is None:
             return None
         if ranks.present:
-            return RUNNING, ""
-        severity, reason = ranks.former or max(ranks.outcomes.values())
-        return OUTCOMES[severity], reason
+            return RunState.RUNNING, ""
+        return ranks.former or _worst(ranks.outcomes.values())
+
+
+def _worst(outcomes: Iterable[tuple[RunState, str]]) -> tuple[RunState, str]:
+    return max(outcomes, key=lambda outcome: (OUTCOMES.index(outcome[0]), outcome[1]))

@@ -17,9 +17,10 @@ from msgspec import UNSET
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.format.ids import HOT, MEMORY
 from tierd.format.node_file import ranks_text
+from tierd.format.run_state import BROKE_OFF, ENDED_BADLY, RunState
 from tierd.format.text import counted, duration, listed, size
 from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
-from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S
+from tierd.memory.outcomes import ENDED_RECENT_S
 from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.node_reports import NodeReport, age_s
 from tierd.status.report import (
@@ -279,16 +280,16 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
     if run.state in ENDED_BADLY and (run.ended_age_s or 0.0) < ENDED_RECENT_S:
         reason = f": {run.reason}" if run.reason else ""
         what = f"{name} does not train: its trainers are {run.state}{reason}{_restart(run)}"
-        command = "dmesg -T | grep -i oom-kill" if run.state == "lost" else f"tierd ls --run {name}"
+        command = "dmesg -T | grep -i oom-kill" if run.state == RunState.LOST else f"tierd ls --run {name}"
         yield _alarm("TierdRunEnded", WARNING, what, "run-ended", command)
-    if run.state == "running" and run.reason:
+    if run.state == RunState.RUNNING and run.reason:
         what = f"{name} trains without all of its ranks: {run.reason}. The others are attached, and may wait for it"
         yield _alarm("TierdRunEnded", WARNING, what, "run-ended", f"tierd stop --run {name} --force")
     if run.pause is not None and run.pause.is_too_long:
         what = f"{name} is silent: its trainers are attached and gave no sign for {duration(run.pause.seconds)}"
         why, command = _why_silent(run.processes)
         yield _alarm("TierdRunSilent", WARNING, what + why, "run-silent", command)
-    if run.state == "running" and (nothing_s := _without_commit_s(run)) > NO_CHECKPOINT_S:
+    if run.state == RunState.RUNNING and (nothing_s := _without_commit_s(run)) > NO_CHECKPOINT_S:
         what = f"{name} trains and has committed nothing for {duration(nothing_s)}"
         yield _alarm("TierdNoNewCheckpoint", WARNING, what, "no-new-checkpoint", f"tierd snapshot --run {name}")
     if run.newer_generation is not None:
@@ -297,7 +298,7 @@ def _of_run(run: RunReport) -> Iterator[Alarm]:
     if _is_unhealthy(run):
         step = run.unhealthy_steps[-1]
         what = f"{name} has numbers that are not finite, or a bad loss, since step {step} or before"
-        command = f"tierd stop --run {name}" if run.state == "running" else f"tierd show {name} {step}"
+        command = f"tierd stop --run {name}" if run.state == RunState.RUNNING else f"tierd show {name} {step}"
         yield _alarm("TierdUnhealthy", CRITICAL, what, "unhealthy-checkpoint", command)
     if run.nodes is not UNSET:
         yield from _of_nodes(run)
@@ -321,7 +322,7 @@ def _is_unhealthy(run: RunReport) -> bool:
     if not run.unhealthy_steps:
         return False
     generation = run.unhealthy_generation
-    if generation is not None and run.state == "running" and run.generation > generation:
+    if generation is not None and run.state == RunState.RUNNING and run.generation > generation:
         return False
     nodes = None if run.nodes is UNSET else run.nodes
     newest = [*run.tiers.values(), *(nodes.parts.values() if nodes else ()), nodes and nodes.everywhere]
@@ -342,11 +343,8 @@ def _of_nodes(run: RunReport) -> Iterator[Alarm]:
             command = _on_node(late, f"tierd doctor --tier {tier}")
             yield _alarm("TierdCommitStalled", WARNING, what, "commit-stalled", command)
     # A node without an address is not asked: its config has no peers.listen.
-    if (silent := [node for node in roster if node.problem and node.address]) and run.state in (
-        "running",
-        "lost",
-        "failed",
-    ):
+    silent = [node for node in roster if node.problem and node.address]
+    if silent and run.state in (RunState.RUNNING, *BROKE_OFF):
         ranks = ranks_text(sorted(rank for node in silent for rank in node.ranks))
         what = f"{len(silent)} of {len(roster)} nodes of {run.run} do not answer (ranks {ranks})"
         what += f": {silent[0].address}: {silent[0].problem}"
@@ -368,7 +366,7 @@ def _on_node(node: NodeReport | None, command: str) -> str:
 def _restart(run: RunReport) -> str:
     """The point where a restart would continue. After a halt, a person decides first."""
     begins = next((risk for risk in run.at_risk if risk.lost == "trainers" and risk.tier is not None), None)
-    if begins is None or run.state == "halted":
+    if begins is None or run.state == RunState.HALTED:
         return ""
     return f". The same command continues at step {begins.step}, from {begins.tier}"
 

@@ -21,6 +21,7 @@ from tierd.config.sections import directory_of
 from tierd.format.ids import HOT, MEMORY, PEER, CheckpointId, Run, checkpoint_id
 from tierd.format.layout import parse_key
 from tierd.format.node_file import NodeFile
+from tierd.format.run_state import RunState
 from tierd.memory.progress import Pause
 from tierd.metrics import Metrics
 from tierd.status.folder_reports import SidecarReport, WatchReport
@@ -70,7 +71,7 @@ class RunReport(msgspec.Struct, kw_only=True):
     world_size: int | None = None
     ranks_attached: int | None = None
     attached_s: float | None = None
-    state: str | None = None
+    state: RunState | None = None
     reason: str = ""
     ended_age_s: float | None = None
     pause: Pause | None = None

@@ -20,8 +20,9 @@ from tierd.errors import UNDECODABLE, TierdError, TierUnreachable
 from tierd.format import layout
 from tierd.format.ids import Generation, Run, is_run
 from tierd.format.node_file import ranks_text
+from tierd.format.run_state import ENDED_BADLY, RunState
 from tierd.format.text import parse_time, printable
-from tierd.memory.outcomes import ENDED_BADLY, ENDED_RECENT_S, RUNNING, RUNS_MAX
+from tierd.memory.outcomes import ENDED_RECENT_S, RUNS_MAX
 from tierd.tiers.tree import translated
 
 log = logging.getLogger("tierd")
@@ -100,7 +101,7 @@ class AttachedRuns:
 
     def _take(self, record: _Record) -> None:
         run, age_s = Run(record.run), self._age_s(record)
-        if record.state == RUNNING:
+        if record.state == RunState.RUNNING:
             self._awaited[run] = record
         elif record.state in ENDED_BADLY and age_s is not None and age_s < ENDED_RECENT_S:
             self._restore(record, age_s)
@@ -114,7 +115,8 @@ class AttachedRuns:
     def _restore(self, record: _Record, age_s: float) -> None:
         run, reason = Run(record.run), printable(record.reason, TEXT_CHARS_MAX)
         ended_s = self._context.monotonic_s() - age_s
-        if self._outcomes.restore(run, Generation(record.generation), record.state, reason, ended_s=ended_s):
+        generation, outcome = Generation(record.generation), RunState(record.state)
+        if self._outcomes.restore(run, generation, outcome, reason, ended_s=ended_s):
             self._records[run] = record
 
     def _give_up_awaited(self) -> None:
@@ -134,7 +136,7 @@ class AttachedRuns:
         ranks = f"{noun} {printable(record.ranks, TEXT_CHARS_MAX)}" if record.ranks else "they"
         why = "killed, stopped by SIGSTOP, refused, or ended while no daemon ran"
         reason = f"{ranks} did not attach again after a restart of the daemon: {why}"
-        lost = msgspec.structs.replace(record, state="lost", reason=reason, since=self._context.timestamp())
+        lost = msgspec.structs.replace(record, state=RunState.LOST, reason=reason, since=self._context.timestamp())
         log.warning("%s: %s", record.run, reason)
         self._restore(lost, 0.0)
 
@@ -153,7 +155,7 @@ class AttachedRuns:
             ended_s = self._outcomes.ended_s(run)
             is_recent = ended_s is None or now_s - ended_s < ENDED_RECENT_S
             former = self._records.get(run)
-            if not is_recent or state not in (RUNNING, *ENDED_BADLY):
+            if not is_recent or state not in (RunState.RUNNING, *ENDED_BADLY):
                 continue
             record = _Record(
                 run=run,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tierd.errors import EXIT_HALTED, Full, TierdError, Transient
 from tierd.format import wire
+from tierd.format.run_state import RunState
 from tierd_client.log import log
 from tierd_client.snapshot.handle import Shot
 
@@ -24,17 +25,17 @@ def outcome_of(error: BaseException | None, stop_reason: str) -> wire.Goodbye:
     """
     match error:
         case Halted():
-            state, reason = "halted", error.reason
+            state, reason = RunState.HALTED, error.reason
         case KeyboardInterrupt():
-            state, reason = "halted", "interrupted at once"
+            state, reason = RunState.HALTED, "interrupted at once"
         case TierdError() if not isinstance(error, Transient | Full):
-            state, reason = "halted", error.message
+            state, reason = RunState.HALTED, error.message
         case None:
-            state, reason = ("stopped", stop_reason) if stop_reason else ("finished", "")
+            state, reason = (RunState.STOPPED, stop_reason) if stop_reason else (RunState.FINISHED, "")
         case SystemExit() if error.code in (None, 0):
             return outcome_of(None, stop_reason)
         case _:
-            state, reason = "failed", f"{type(error).__name__}: {error}"
+            state, reason = RunState.FAILED, f"{type(error).__name__}: {error}"
     return wire.Goodbye(state=state, reason=reason[: wire.REASON_CHARS_MAX])
 
 

@@ -8,6 +8,7 @@ from tierd_client.snapshot.handle import Shot
 from tierd_client.stopping.outcome import outcome_of, wait_last_snapshot
 
 from tierd.format import wire
+from tierd.format.run_state import OUTCOMES
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ from tierd.format import wire
 def test_outcome_of_a_stopped_loop_follows_from_its_error(error: BaseException | None, state: str, reason: str) -> None:
     outcome = outcome_of(error, "a signal")
     assert (outcome.state, outcome.reason) == (state, reason)
-    assert outcome.state in wire.OUTCOMES
+    assert outcome.state in OUTCOMES
 
 
 def test_loop_without_stop_request_is_finished() -> None:
