@@ -113,7 +113,7 @@ DOORS = {
             "tierd/cli/demo.py": "the demo's own folder",
             "tierd/cli/demo_nodes.py": "the same",
             "tierd/cli/demo_run.py": "the same",
-            "client/tierd_client/snapshot/slot.py": "the size of a memfd",
+            "client/tierd_client/slots/slot.py": "the size of a memfd",
             "client/tierd_client/stopping/requests.py": "removes the stop file",
             "client/tierd_client/examples/train_gpt.py": "the example's own files",
         },
@@ -154,7 +154,7 @@ DOORS = {
             "tierd/descriptors.py": "a manifest is sent in a memfd",
             "tierd/transfer/memory_file.py": "what hot does not take is fetched into a memfd",
             "tierd/keys/peer_certificate.py": "ssl reads the private key from a file",
-            "client/tierd_client/snapshot/slot.py": "creates the slots",
+            "client/tierd_client/slots/slot.py": "creates the slots",
         },
     ),
     "directory events": Door(modules=frozenset({"watchdog"}), files={"tierd/tiers/watch.py": "inotify"}),
@@ -424,6 +424,21 @@ def test_no_function_or_class_has_a_vague_name() -> None:
         and re.match(r"_*do_|.*_impl$|.*(Manager|Handler|Helper|Utils?|Info)$", node.name)
     ]
     refuse(findings, "vague names:")
+
+
+SAME_NAME = {"TierdCallback": "users import it from the room of their framework, Lightning or Transformers"}
+
+
+def test_no_two_public_classes_have_the_same_name() -> None:
+    """Else a reader, and a search, confuses them. Those in SAME_NAME each have a reason."""
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    several = {name: where for name, where in places.items() if len(where) > 1}
+    refuse([f"{name}: {', '.join(several[name])}" for name in sorted(several.keys() - SAME_NAME.keys())], "rename one:")
+    assert SAME_NAME.keys() <= several.keys(), "remove from SAME_NAME what has one place only"
 
 
 @pytest.mark.parametrize("path", SOURCES)

@@ -75,7 +75,7 @@ class Notifier(Protocol):
         """The run's slots were given back to the system."""
 
 
-class Partner(NamedTuple):
+class PartnerNode(NamedTuple):
     """The node whose parts of a generation are copied here. `node_file`: the name of its node files. `lifecycle`: the
     digest of its rules."""
 
@@ -85,7 +85,7 @@ class Partner(NamedTuple):
     lifecycle: str = ""
 
 
-class Roster(NamedTuple):
+class RunRoster(NamedTuple):
     """The nodes of a generation, as its ranks have told. `own_ranks`: of this node in it; in a later one they may be on
     another node."""
 
@@ -119,8 +119,8 @@ class DaemonContext:
     cadences: Cadences = field(default_factory=Cadences)
     peer_key: PeerKey = field(default_factory=PeerKey)
     part_copies: PartCopies | None = None
-    partners: dict[Run, Partner] = field(default_factory=dict[Run, Partner])
-    rosters: dict[Run, Roster] = field(default_factory=dict[Run, Roster])
+    partners: dict[Run, PartnerNode] = field(default_factory=dict[Run, PartnerNode])
+    rosters: dict[Run, RunRoster] = field(default_factory=dict[Run, RunRoster])
     watched_nodes: dict[Run, int] = field(default_factory=dict[Run, int])
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     monotonic_s: Callable[[], float] = time.monotonic

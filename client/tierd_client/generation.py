@@ -19,7 +19,7 @@ from tierd.format import wire
 from tierd_client.nodes import SHARED_SETTINGS, find_node, is_lowest_of_node, with_place
 from tierd_client.ranks import Ranks
 from tierd_client.session import DaemonSession, Listener
-from tierd_client.snapshot.slot_pool import SILENCE_S, SlotPool
+from tierd_client.slots.slot_pool import SILENCE_S, SlotPool
 
 CONNECT_TIMEOUT_S = 60.0  # the daemon may be listing a cold tier to learn the run's history
 RENEW_TIMEOUT_S = 10.0

@@ -137,7 +137,7 @@ def test_the_newest_complete_set_is_kept_while_a_rank_has_not_sealed_the_next(da
 
 
 def test_a_lost_step_is_reported_to_all_ranks_counted_once_and_frees_sealed_slots(daemon: Daemon, run: str) -> None:
-    lost = wire.Lost(step=2, kind="torn", message="m" * 20_000, hint="h")
+    lost = wire.SnapshotLost(step=2, kind="torn", message="m" * 20_000, hint="h")
     with Peer(daemon.socket) as first, Peer(daemon.socket) as second:
         generation = first.greet(run, world_size=2).generation
         second.greet(run, rank=1, world_size=2, generation=generation)

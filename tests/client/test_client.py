@@ -33,7 +33,7 @@ from tierd_client import (
     Unsupported,
 )
 from tierd_client.session import DaemonSession
-from tierd_client.snapshot.slot_pool import SlotPool
+from tierd_client.slots.slot_pool import SlotPool
 from tierd_client.snapshot.staging import Stager
 
 from tests.support.daemon import Daemon, serving

@@ -12,7 +12,7 @@ import torch
 from tierd_client import DictState, TrainingState
 from tierd_client.export import main, plain, whole_state
 from tierd_client.frameworks.dcp import capture_plan
-from tierd_client.snapshot.slot import Slot
+from tierd_client.slots.slot import Slot
 from tierd_client.snapshot.staging import Stager
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict

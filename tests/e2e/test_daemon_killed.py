@@ -179,7 +179,7 @@ def test_hung_daemon_costs_a_bounded_wait_and_a_typed_error(daemon: Daemon, trai
 def test_daemon_that_hangs_for_long_costs_one_short_wait_until_it_answers(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierd_client.snapshot.slot_pool.SILENCE_S", 0.1)
+    monkeypatch.setattr("tierd_client.slots.slot_pool.SILENCE_S", 0.1)
     slot_wait_s, refused = 5.0, range(3, 8)
     client = tierd_client.connect("run", socket=daemon.socket, slot_wait_s=slot_wait_s)
     model = tierd_client.TrainingState(model=torch.nn.Linear(2, 2))

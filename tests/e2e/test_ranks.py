@@ -13,7 +13,7 @@ import pytest
 import tierd_client
 from safetensors import safe_open
 from tierd_client import BadConfig, Mismatch, SlotsBusy, Stale, Transient, Unsupported
-from tierd_client.snapshot.slot_pool import SlotPool
+from tierd_client.slots.slot_pool import SlotPool
 
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer, Training, joined, refusals, together

@@ -22,7 +22,7 @@ TO_DAEMON: list[wire.ToDaemon] = [
     wire.Filling(slot=1, step=7),
     wire.Abandon(slot=1),
     make_sealed(7, parent=checkpoint_id("run41", 3, 1), metrics={"loss": float("inf"), "n": "nan"}),
-    wire.Lost(step=7, kind="torn", message="m", hint="h"),
+    wire.SnapshotLost(step=7, kind="torn", message="m", hint="h"),
     wire.Find(request=1, step=None, generation=2, milestone="best", tier="auto", exclude=["000000000007-g0001@hot"]),
     wire.Find(request=1, step=7, generation=2, milestone=None, tier="cold", exclude=[], chunks=[b"", b"\x01"]),
     wire.Find(request=1, step=7, generation=2, milestone=None, tier="hot", exclude=[], is_node_part=True),
@@ -99,6 +99,8 @@ def test_encoded_messages_equal_the_golden_bytes() -> None:
     """A running trainer may have another version of the client, so these bytes must not change."""
     assert wire.encode(wire.Filling(slot=1, step=7)) == b"\x83\xa4type\xa7Filling\xa4slot\x01\xa4step\x07"
     assert msgspec.msgpack.decode(wire.encode(wire.Fenced(generation=4))) == {"type": "Fenced", "generation": 4}
+    lost = wire.SnapshotLost(step=7, kind="k", message="m", hint="h")
+    assert wire.encode(lost).startswith(b"\x85\xa4type\xa4Lost\xa4step\x07")
     goodbye = wire.Goodbye(state=RunState.STOPPED)
     assert wire.encode(goodbye) == b"\x83\xa4type\xa7Goodbye\xa5state\xa7stopped\xa6reason\xa0"
 

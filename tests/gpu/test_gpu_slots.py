@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tierd_client.snapshot.slot import Slot
+from tierd_client.slots.slot import Slot
 
 from tests.support.cuda import DEVICE, needs_cuda
 

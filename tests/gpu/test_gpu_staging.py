@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from safetensors.torch import load
+from tierd_client.slots.slot import Slot
 from tierd_client.snapshot.guards import Guard, deferrable
-from tierd_client.snapshot.slot import Slot
 from tierd_client.snapshot.staging import Stager
 from tierd_client.state.training_state import TrainingState
 

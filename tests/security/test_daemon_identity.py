@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tierd_client.session import DaemonSession
-from tierd_client.snapshot.slot import Slot
+from tierd_client.slots.slot import Slot
 
 from tests.support.daemon import serving
 from tests.support.other_user import OTHER_UID, OtherUser, needs_root, open_folder

@@ -416,7 +416,7 @@ IDENTITY = [
     removed(
         "4", "the memory of a slot is writable for its user alone",
         "daemon_identity::test_memory_of_a_slot_can_be_opened_to_write_by_its_user_alone",
-        "AssertionError: assert (33206 & 511) == 420", "client/tierd_client/snapshot/slot.py", "0o644", "0o666",
+        "AssertionError: assert (33206 & 511) == 420", "client/tierd_client/slots/slot.py", "0o644", "0o666",
     ),
 ]  # fmt: skip
 

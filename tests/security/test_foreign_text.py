@@ -76,7 +76,7 @@ MESSAGES: list[wire.ToDaemon] = [
     wire.Report(outcome="restored", step=1, tier=EVIL, seconds=0.1, detail=EVIL),
     wire.Report(outcome=EVIL, step=1, tier="", seconds=0.1, detail=""),
     wire.Report(outcome="skipped", step=1, tier="", seconds=0.1, detail="", run=EVIL),
-    wire.Lost(step=3, kind=EVIL, message=EVIL, hint=EVIL),
+    wire.SnapshotLost(step=3, kind=EVIL, message=EVIL, hint=EVIL),
     wire.Find(request=1, step=None, generation=None, milestone=EVIL, tier="auto", exclude=[EVIL]),
     wire.Find(request=2, step=None, generation=None, milestone=None, tier=EVIL, exclude=[]),
     wire.Request(request=3, kind=EVIL, milestone=EVIL),

@@ -17,7 +17,7 @@ from aiohttp import web
 from tests.support.lying_node import Answer, LyingNode, claimed_entry, entry_of, lying_node, node_file, shard_name
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.config.sections import PeersConfig
-from tierd.context import Partner
+from tierd.context import PartnerNode
 from tierd.descriptors import close_all
 from tierd.errors import Corrupt, Foreign, PeerUnreachable, TierdError, Transient
 from tierd.format import wire
@@ -257,7 +257,7 @@ class Keeper:
 
     async def copy_from(self, node: LyingNode) -> str:
         """The message of the failure; empty if there was none."""
-        self.rooms.context.partners[RUN] = Partner(Generation(1), node.peer, NODE_FILE)
+        self.rooms.context.partners[RUN] = PartnerNode(Generation(1), node.peer, NODE_FILE)
         known = len(self.rooms.incidents.recent())
         is_well = await self.copier.run_once()
         failures = self.rooms.incidents.recent()
@@ -391,8 +391,8 @@ async def test_slow_partner_of_one_run_does_not_keep_the_copies_of_another(
     assert other.part is not None
     honest[NODE_FILE] = msgspec.structs.replace(other.part, ranks=[1], files=[HONEST]).encode()
     async with lying_node({NODE_FILE: slow.encode(), SHARD: wait}) as one, lying_node(honest) as node:
-        keeper.rooms.context.partners[RUN] = Partner(Generation(1), one.peer, NODE_FILE)
-        keeper.rooms.context.partners[Run(OTHER_RUN)] = Partner(Generation(1), node.peer, NODE_FILE)
+        keeper.rooms.context.partners[RUN] = PartnerNode(Generation(1), one.peer, NODE_FILE)
+        keeper.rooms.context.partners[Run(OTHER_RUN)] = PartnerNode(Generation(1), node.peer, NODE_FILE)
         assert await keeper.copier.run_once()
         silent.set()
     assert keeper.copies.get(other.id) is not None

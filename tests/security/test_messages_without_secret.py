@@ -35,7 +35,7 @@ MESSAGES: list[wire.ToDaemon] = [
     wire.Filling(slot=0, step=1),
     wire.Abandon(slot=0),
     make_sealed(1, 1, slot=0),
-    wire.Lost(step=1, kind="transient", message="", hint=""),
+    wire.SnapshotLost(step=1, kind="transient", message="", hint=""),
     FIND,
     wire.FindElsewhere(
         request=1,

@@ -55,7 +55,7 @@ def test_losses_without_end_write_a_bounded_log_and_send_bounded_text(tmp_path: 
         peer.greet("run")
         before, began_s = len(daemon.log), time.monotonic()
         for step in range(1, 201):
-            peer.send(wire.Lost(step=step, kind=LONG[:20_000], message=LONG[:20_000], hint=LONG[:20_000]))
+            peer.send(wire.SnapshotLost(step=step, kind=LONG[:20_000], message=LONG[:20_000], hint=LONG[:20_000]))
             failed = peer.hear(wire.Failed)
             assert len(failed.kind) + len(failed.message) + len(failed.hint) < 10_000
         later_lines = quotas.LINES_PER_S * (time.monotonic() - began_s)  # many on a busy machine

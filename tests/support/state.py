@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from tierd_client.restore.load import ReadPlan, SourceFile, read_headers
-from tierd_client.snapshot.slot import Slot
+from tierd_client.slots.slot import Slot
 from tierd_client.snapshot.staging import Stager, Staging
 from tierd_client.state.restore_filter import EXACT, RestoreFilter
 from tierd_client.state.restore_report import RestoreReport

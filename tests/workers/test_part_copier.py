@@ -21,7 +21,7 @@ from tests.support.damage import cut, flip, lose
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.api.peer_parts import PeerParts
 from tierd.config.sections import PeersConfig
-from tierd.context import Partner
+from tierd.context import PartnerNode
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import Manifest
@@ -87,7 +87,7 @@ class TwoNodes:
     def tell(self, run: str = RUN, **changes: object) -> None:
         peer = self.there.context.peer_key.of(Run(run))
         assert peer is not None
-        partner = Partner(Generation(1), msgspec.structs.replace(peer, **changes), NODE_FILE)
+        partner = PartnerNode(Generation(1), msgspec.structs.replace(peer, **changes), NODE_FILE)
         self.here.context.partners[Run(run)] = partner
 
     @property
@@ -635,7 +635,7 @@ async def test_the_interrupted_copy_of_a_former_partners_part_makes_room_for_tha
         await two.persist(rooms, 5, new)
         peer, name = rooms.context.peer_key.of(RUN), layout.node_file_name(2, 3)
         assert peer is not None
-        two.here.context.partners[RUN] = Partner(Generation(1), peer, name)
+        two.here.context.partners[RUN] = PartnerNode(Generation(1), peer, name)
         assert await two.copier.run_once(), two.here.incidents.recent()
         await parts.close()
     assert {path.name for path in folder.iterdir()} == {name, layout.shard_name(Rank(2), 3)}
@@ -648,7 +648,7 @@ async def test_copy_of_another_part_is_no_copy_of_the_partners_part(two: TwoNode
     await two.copier.run_once()
     other = "node-00007-of-00009.json"
     peer = PeerAddress(address="127.0.0.1:1", token="ab")
-    two.here.context.partners[RUN] = Partner(Generation(1), peer, other)
+    two.here.context.partners[RUN] = PartnerNode(Generation(1), peer, other)
     assert two.copier.lag_s(RUN) != 0.0
     assert await two.copier.run_once()
     assert two.steps == [5]  # it stays: the other node's next keeper may not have one yet
@@ -663,7 +663,7 @@ async def test_partner_that_changes_while_its_part_is_copied_is_not_told_as_copi
 
     async def changes(self: Fetch, tier: ReadableTier, progress: Progress | None = None) -> object:
         peer = PeerAddress(address="127.0.0.1:1", token="ab")
-        two.here.context.partners[RUN] = Partner(Generation(1), peer, "node-00007-of-00009.json")
+        two.here.context.partners[RUN] = PartnerNode(Generation(1), peer, "node-00007-of-00009.json")
         return await take(self, tier, progress)
 
     monkeypatch.setattr(Fetch, "take", changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.rooms import RUN, rooms_at
-from tierd.context import Roster
+from tierd.context import RunRoster
 from tierd.format import wire
 from tierd.format.ids import Generation, Rank
 from tierd.format.peers import NodeAddress
@@ -21,7 +21,7 @@ async def test_the_nodes_of_a_start_that_goes_on_elsewhere_are_not_asked(tmp_pat
         rooms.seal(1, [b"state"], node=NODE, world_size=2, number=1)
         await rooms.persister().run_once()
         nodes = [NodeAddress(ranks=[0]), NodeAddress(ranks=[1])]
-        rooms.context.rosters[RUN] = Roster(Generation(1), nodes, [0])
+        rooms.context.rosters[RUN] = RunRoster(Generation(1), nodes, [0])
         assert [node.ranks for node in await reader.read(RUN) or []] == [[0], [1]]
         rooms.memory.leave(RUN, Rank(0), now_s=0.0)
         rooms.memory.forget_departed(now_s=1e12, grace_s=0.0)

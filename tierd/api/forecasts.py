@@ -55,7 +55,7 @@ class TierForecasts:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class CopiedTier:
     """A cold tier. `copy_s`: how long a copy takes, infinite where it cannot be reached now; None: not known yet."""
 
     copy_s: float | None
@@ -91,13 +91,13 @@ class Forecasts:
                 self._found = reading.result()
         return self._found
 
-    def _cold_tiers(self) -> dict[str, Copied]:
-        config, found = self._context.config, dict[str, Copied]()
+    def _cold_tiers(self) -> dict[str, CopiedTier]:
+        config, found = self._context.config, dict[str, CopiedTier]()
         for name in self._context.cold:
             known = self._context.catalog.tiers[name]
             is_down = not known.is_known and known.error != NOT_LISTED_YET
             copy_s = math.inf if is_down else self._context.copies[name].copy_s
-            found[name] = Copied(copy_s, config.own_policies.get(name, config.lifecycle.cold))
+            found[name] = CopiedTier(copy_s, config.own_policies.get(name, config.lifecycle.cold))
         return found
 
 
@@ -106,7 +106,7 @@ def _forecasts(
     attached: Set[Run],
     free: Mapping[str, int | None],
     on_hot_disk: Collection[str],
-    cold: Mapping[str, Copied],
+    cold: Mapping[str, CopiedTier],
     now: datetime,
 ) -> TierForecasts:
     has_new = bool(attached - {run.run for run in runs})  # some run has no checkpoint yet
@@ -132,7 +132,7 @@ def _forecasts(
     return TierForecasts(full_at, due_every_s, [each.tier for each in late])
 
 
-def _late(tier: str, runs: Sequence[RunInTier], copied: Copied, *, due_every_s: float) -> list[Late]:
+def _late(tier: str, runs: Sequence[RunInTier], copied: CopiedTier, *, due_every_s: float) -> list[Late]:
     """`tier`, if hot has to keep more for it than its own policy says."""
     if copied.copy_s is None or copied.copy_s <= due_every_s:
         return []

@@ -14,7 +14,7 @@ from itertools import pairwise
 import msgspec
 
 from tierd.api.session import TrainerSession
-from tierd.context import DaemonContext, Partner, Roster
+from tierd.context import DaemonContext, PartnerNode, RunRoster
 from tierd.descriptors import read_sealed
 from tierd.errors import (
     UNDECODABLE,
@@ -81,7 +81,7 @@ def take_roster(context: DaemonContext, run: Run, generation: Generation, descri
     for gone in context.rosters.keys() - {*context.memory.runs(), *context.catalog.runs()}:
         del context.rosters[gone]
     if (node := context.memory.node(run)) is not None:
-        context.rosters[run] = Roster(generation, nodes, node.ranks)
+        context.rosters[run] = RunRoster(generation, nodes, node.ranks)
 
 
 def copy_from_partner(context: DaemonContext, session: TrainerSession, message: wire.Partner) -> None:
@@ -92,7 +92,7 @@ def copy_from_partner(context: DaemonContext, session: TrainerSession, message: 
     check_address(message.peer)
     if layout.parse_node_file(message.node_file) is None:
         raise BadRequest(f"copy the parts {message.node_file[:80]!r}: not the name of a node file")
-    partner = Partner(session.generation, message.peer, message.node_file, message.lifecycle)
+    partner = PartnerNode(session.generation, message.peer, message.node_file, message.lifecycle)
     context.partners[session.run] = partner
     for part in copies.of_run(session.run):
         if part.generation == session.generation and part.name == message.node_file:

@@ -246,7 +246,7 @@ class TrainerDoor:
                 self.release_slots(run)
                 if snapshot_set.is_pending:
                     self._context.notify.snapshot_sealed()
-            case wire.Lost():
+            case wire.SnapshotLost():
                 self._lose(session, message)
             case wire.Ask():
                 self._throttle.hurry(session, HURRY_S)
@@ -279,7 +279,7 @@ class TrainerDoor:
             case _:
                 raise BadRequest(f"take {type(message).__name__}: it may only be the first message")
 
-    def _lose(self, session: TrainerSession, lost: wire.Lost) -> None:
+    def _lose(self, session: TrainerSession, lost: wire.SnapshotLost) -> None:
         """One rank will not seal this step: tell all ranks, and give back the slots of those that have sealed it."""
         run, generation, rank = session.run, session.generation, session.rank
         checkpoint = checkpoint_id(run, lost.step, generation)

@@ -117,7 +117,7 @@ class Sealed(_Message, frozen=True, kw_only=True):
     number: int = 0
 
 
-class Lost(_Message, frozen=True, kw_only=True):
+class SnapshotLost(_Message, frozen=True, kw_only=True, tag="Lost"):
     """This rank will never seal `step`, so the step's set will never be complete. Other ranks may have sealed it.
     `Abandon` frees the slot. `kind`, `message` and `hint` are those of the error."""
 
@@ -360,8 +360,8 @@ class Refused(_Message, frozen=True, kw_only=True):
 
 
 ToDaemon = (
-    Hello | AttachSlot | Filling | Abandon | Sealed | Lost | Find | Inventory | FindElsewhere | FindNodes | Ask | Report
-    | Stepped | Everywhere | Partner | Roster | Convene | Request | Answer | Goodbye
+    Hello | AttachSlot | Filling | Abandon | Sealed | SnapshotLost | Find | Inventory | FindElsewhere | FindNodes | Ask
+    | Report | Stepped | Everywhere | Partner | Roster | Convene | Request | Answer | Goodbye
 )  # fmt: skip
 ToClient = (
     Welcome | Accepted | Released | Persisted | Replicated | Copied | Failed | Fenced | Convened | Requested | Agreed

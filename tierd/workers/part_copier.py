@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from tierd.context import DaemonContext, Partner
+from tierd.context import DaemonContext, PartnerNode
 from tierd.errors import Corrupt, Full, NotFound, TierdError
 from tierd.format import layout, wire
 from tierd.format.ids import CheckpointId, Run
@@ -62,7 +62,7 @@ class PartCopier:
         self._set_interval()
         return is_well
 
-    async def _copy_run(self, run: Run, partner: Partner) -> bool:
+    async def _copy_run(self, run: Run, partner: PartnerNode) -> bool:
         """False when a part could not be copied."""
         for own in self._uncopied(run, partner):
             if own not in self._uncopied(run, partner):
@@ -81,7 +81,7 @@ class PartCopier:
                 return False  # the next one would fail, too
         return True
 
-    async def _copy_for(self, own: NodeFile, partner: Partner) -> None:
+    async def _copy_for(self, own: NodeFile, partner: PartnerNode) -> None:
         """As `_copy`. Raises TimeoutError when the trainers have told another partner meanwhile: the node of an earlier
         start may be slow, and the new one waits."""
         copy = asyncio.create_task(self._copy(own, partner))
@@ -127,7 +127,7 @@ class PartCopier:
         # The time is that of the node of rank 0, whose clock may be ahead.
         return max((max(0.0, (self._context.now() - time).total_seconds()) for time in created), default=0.0)
 
-    def _uncopied(self, run: Run, partner: Partner) -> list[NodeFile]:
+    def _uncopied(self, run: Run, partner: PartnerNode) -> list[NodeFile]:
         """This node's parts of the checkpoints of which the partner's part is to be copied, newest first: of those that
         have no copy, the ones among the COPIED_MAX newest and, where the partner is slower, older ones that are newer
         than every copy. Without those whose copy would be deleted at once."""
@@ -144,7 +144,7 @@ class PartCopier:
                 uncopied.append(part)
         return uncopied
 
-    async def _copy(self, own: NodeFile, partner: Partner) -> None:
+    async def _copy(self, own: NodeFile, partner: PartnerNode) -> None:
         """Raises NotFound while the partner has not persisted its part, PeerUnreachable, Corrupt, Full."""
         context, config = self._context, self._context.config
         started_s = context.monotonic_s()

@@ -46,7 +46,7 @@ from torch.futures import Future
 
 from tierd.errors import BadConfig, BadRequest, Mismatch, Unsupported
 from tierd_client.client import Client, Found
-from tierd_client.frameworks.dcp_contents import KIND, OBJECT, Contents, DcpTree, contents_of, name_of
+from tierd_client.frameworks.dcp_contents import KIND, OBJECT, DcpContents, DcpTree, contents_of, name_of
 from tierd_client.restore.load import read_headers
 from tierd_client.restore.replica import Replica, RestoreRequest
 from tierd_client.snapshot.handle import Shot
@@ -262,7 +262,7 @@ class TierdReader(_OnAllRanks, StorageReader):
         self.found: Found | None = None
         self._client = client
         self._request = RestoreRequest(step=step, generation=generation, milestone=milestone, tier=tier)
-        self._contents: Contents | None = None
+        self._contents: DcpContents | None = None
         self.load_id = str(uuid.uuid4())
 
     def find(self) -> int | None:
@@ -307,7 +307,7 @@ class TierdReader(_OnAllRanks, StorageReader):
         return done
 
 
-def _read(replica: Replica, contents: Contents, plan: LoadPlan, planner: LoadPlanner) -> None:
+def _read(replica: Replica, contents: DcpContents, plan: LoadPlan, planner: LoadPlanner) -> None:
     """Executes DCP's plan: reads regions of tensors into the planner's tensors, and objects into its state dict."""
     files = replica.files()
     _, tensors = read_headers(files)

@@ -40,7 +40,7 @@ class DcpTree(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class DcpContents:
     """What a checkpoint holds, from the headers of all its shards."""
 
     id: CheckpointId
@@ -65,10 +65,10 @@ class Contents:
         return Metadata(entries, planner_data=self.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)
 
 
-def contents_of(replica: Replica) -> Contents:
+def contents_of(replica: Replica) -> DcpContents:
     """What a replica holds. Raises Corrupt when a header is damaged or malformed."""
     shards, tensors = read_headers(replica.files())
-    contents = Contents(replica.manifest.id, tensors)
+    contents = DcpContents(replica.manifest.id, tensors)
     for name, stored in tensors.items():
         boxes = [(part.saved_offsets, part.shape) for part in stored]
         if len({(part.dtype, len(part.shape)) for part in stored}) != 1:

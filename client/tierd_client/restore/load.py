@@ -24,8 +24,8 @@ from tierd.errors import Corrupt, NotFound
 from tierd.format import checksum
 from tierd.format.manifest import FileEntry
 from tierd.format.shard import Shard, TensorEntry, header_length, parse_header
+from tierd_client.slots.slot import is_sealed, map_to_read
 from tierd_client.snapshot.copying import has_plain_bytes
-from tierd_client.snapshot.slot import is_sealed, map_to_read
 from tierd_client.state.tensors import CapturedTensor, as_bytes, contiguous_strides, overlap
 
 WORKERS = 4

@@ -102,7 +102,9 @@ class Overlap:
                 return
             log.error("tierd: %s", error)
             message = error.message[: wire.TEXT_CHARS_MAX]
-            pool.abandon(sealed.slot, wire.Lost(step=shot.step, kind=error.kind, message=message, hint=error.hint))
+            pool.abandon(
+                sealed.slot, wire.SnapshotLost(step=shot.step, kind=error.kind, message=message, hint=error.hint)
+            )
             shot.failed(error, is_final=True)
 
     def before_wait(self, shot: Shot) -> None:

@@ -18,9 +18,9 @@ import torch
 from tierd.errors import Torn
 from tierd.format.shard import DTYPE_BYTES, HeaderOverflow, Layout, TensorSpec, plan_layout
 from tierd.format.text import listed
+from tierd_client.slots.slot import Slot
 from tierd_client.snapshot.copying import Copier, copy_each
 from tierd_client.snapshot.guards import Watch
-from tierd_client.snapshot.slot import Slot
 from tierd_client.state.tensors import DTYPES, contiguous_strides
 from tierd_client.state.training_state import Captured
 

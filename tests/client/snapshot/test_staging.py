@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
+from tierd_client.slots.slot import Slot
 from tierd_client.snapshot import copying
 from tierd_client.snapshot.copying import Copier
 from tierd_client.snapshot.guards import Watch, deferrable
-from tierd_client.snapshot.slot import Slot
 from tierd_client.snapshot.staging import ByDevice, Stager, Staging, Streams
 from tierd_client.state.training_state import TrainingState
 

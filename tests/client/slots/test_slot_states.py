@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from tierd_client.snapshot.slot_states import TRANSITIONS
-from tierd_client.snapshot.slot_states import PooledSlotEvent as Event
-from tierd_client.snapshot.slot_states import PooledSlotState as State
+from tierd_client.slots.slot_states import TRANSITIONS
+from tierd_client.slots.slot_states import PooledSlotEvent as Event
+from tierd_client.slots.slot_states import PooledSlotState as State
 
 from tierd.errors import BadRequest
 from tierd.transitions import next_state

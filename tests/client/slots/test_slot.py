@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tierd_client.snapshot import slot as slots
-from tierd_client.snapshot.slot import Slot, map_to_read
+from tierd_client.slots import slot as slots
+from tierd_client.slots.slot import Slot, map_to_read
 
 from tests.support.descriptors import no_descriptor_leaks
 from tests.support.gpu import Runtime
@@ -198,7 +198,7 @@ def test_forked_child_has_no_mapping() -> None:
     """A child that touches it dies of SIGSEGV; the parent goes on."""
     script = (
         "import os, sys\n"
-        "from tierd_client.snapshot.slot import Slot\n"
+        "from tierd_client.slots.slot import Slot\n"
         "slot = Slot.create(1 << 20)\n"
         "assert slot.wait_prefaulted(30)\n"
         "child = os.fork()\n"
@@ -216,7 +216,7 @@ def test_forked_child_keeps_its_memory_when_a_slot_is_freed(is_open: bool) -> No
     frees the slot must not unmap it: a data loader's worker died of SIGSEGV."""
     script = (
         "import gc, os, torch\n"
-        "from tierd_client.snapshot.slot import Slot\n"
+        "from tierd_client.slots.slot import Slot\n"
         "gc.disable()\n"
         "def leave_a_cycle():\n"
         "    cycle = []\n"

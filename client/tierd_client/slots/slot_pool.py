@@ -19,8 +19,8 @@ from tierd.format import wire
 from tierd.transitions import next_state
 from tierd_client.log import log
 from tierd_client.session import DaemonSession
-from tierd_client.snapshot.slot import Slot
-from tierd_client.snapshot.slot_states import TRANSITIONS, PooledSlotEvent, PooledSlotState
+from tierd_client.slots.slot import Slot
+from tierd_client.slots.slot_states import TRANSITIONS, PooledSlotEvent, PooledSlotState
 
 POLL_S = 0.25  # how often a wait checks whether the daemon is still there
 ABSENCE_S = 3.0  # the longest wait for a daemon that restarts
@@ -57,7 +57,7 @@ class SlotPool:
         self._session = session
         self._changed = threading.Condition(session.lock)
         self._slots: dict[int, _PooledSlot] = {}
-        self._lost: deque[wire.Lost] = deque(maxlen=wire.SLOTS_MAX)
+        self._lost: deque[wire.SnapshotLost] = deque(maxlen=wire.SLOTS_MAX)
         self._keeper = session.welcome.boot  # the daemon process that keeps INHERITED slots
         self._asked_s: float | None = None  # when a question was sent that is not answered yet
         for kept, descriptor in zip(session.welcome.slots, session.kept_descriptors, strict=True):
@@ -129,7 +129,7 @@ class SlotPool:
             pooled.on(PooledSlotEvent.SEAL)
             self._send(pooled, sealed)
 
-    def abandon(self, index: int, lost: wire.Lost) -> None:
+    def abandon(self, index: int, lost: wire.SnapshotLost) -> None:
         """The snapshot being copied into the slot failed: the other ranks must not keep their shards of it."""
         with self._changed:
             self._lost.append(lost)

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tierd_client.session import DaemonSession
-from tierd_client.snapshot.slot import Slot
-from tierd_client.snapshot.slot_pool import SlotPool
-from tierd_client.snapshot.slot_states import PooledSlotState as State
+from tierd_client.slots.slot import Slot
+from tierd_client.slots.slot_pool import SlotPool
+from tierd_client.slots.slot_states import PooledSlotState as State
 
 from tests.support.gpu import DEVICE, Runtime
 from tests.support.waiting import DEADLINE_S, wait_until
@@ -95,26 +95,29 @@ def test_slot_that_is_not_page_locked_is_reported_once(peer: Peer, monkeypatch: 
 
 
 def test_lost_snapshot_is_reported_to_each_daemon_until_a_newer_snapshot_is_durable(peer: Peer) -> None:
-    lost = wire.Lost(step=1, kind="torn", message="m", hint="")
+    lost = wire.SnapshotLost(step=1, kind="torn", message="m", hint="")
     with lab_of(peer) as lab:
         lab.pool.make(2, SIZE)
         index = lab.pool.take(1, 0.0)
         assert index is not None
         lab.pool.abandon(index, lost)
-        assert [type(message).__name__ for message in peer.receive_until(wire.Lost)[-2:]] == ["Abandon", "Lost"]
+        assert [type(message).__name__ for message in peer.receive_until(wire.SnapshotLost)[-2:]] == [
+            "Abandon",
+            "SnapshotLost",
+        ]
         assert lab.states() == [State.FREE, State.FREE]
 
         peer.drop()
         peer.admit(welcome("second"))
-        assert peer.receive_until(wire.Lost)[-1] == lost
+        assert peer.receive_until(wire.SnapshotLost)[-1] == lost
         fill(lab, 2)
         peer.send(wire.Persisted(step=2, generation=1, seconds=0.1))
         wait_until(lambda: State.PERSISTED in lab.states(), "the news")
         peer.drop()
         peer.admit(welcome("third"))
-        assert "Lost" not in {type(message).__name__ for message in peer.receive_until(wire.Sealed)}
+        assert "SnapshotLost" not in {type(message).__name__ for message in peer.receive_until(wire.Sealed)}
         fill(lab, 3)
-        assert "Lost" not in {type(message).__name__ for message in peer.receive_until(wire.Sealed)}
+        assert "SnapshotLost" not in {type(message).__name__ for message in peer.receive_until(wire.Sealed)}
 
 
 def test_reclaim_keeps_the_slot_that_is_being_copied_into(peer: Peer) -> None:
@@ -136,7 +139,7 @@ def test_wait_for_a_slot_ends_when_one_is_released(peer: Peer) -> None:
 
 
 def test_wait_for_a_slot_ends_when_the_daemon_stays_away(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierd_client.snapshot.slot_pool.ABSENCE_S", 0.1)
+    monkeypatch.setattr("tierd_client.slots.slot_pool.ABSENCE_S", 0.1)
     with lab_of(peer) as lab:
         lab.pool.make(2, SIZE)
         for step in (1, 2):
@@ -148,7 +151,7 @@ def test_wait_for_a_slot_ends_when_the_daemon_stays_away(peer: Peer, monkeypatch
 def test_wait_for_a_slot_ends_when_the_daemon_does_not_acknowledge_a_snapshot(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierd_client.snapshot.slot_pool.SILENCE_S", 0.1)
+    monkeypatch.setattr("tierd_client.slots.slot_pool.SILENCE_S", 0.1)
     with lab_of(peer) as lab:
         lab.pool.make(2, SIZE)
         for step in (1, 2):
@@ -163,8 +166,8 @@ def test_wait_for_a_slot_ends_when_the_daemon_does_not_acknowledge_a_snapshot(
 def test_wait_for_a_slot_ends_when_the_daemon_hangs_after_it_has_acknowledged_all(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierd_client.snapshot.slot_pool.SILENCE_S", 0.5)
-    monkeypatch.setattr("tierd_client.snapshot.slot_pool.ASK_INTERVAL_S", 0.05)
+    monkeypatch.setattr("tierd_client.slots.slot_pool.SILENCE_S", 0.5)
+    monkeypatch.setattr("tierd_client.slots.slot_pool.ASK_INTERVAL_S", 0.05)
     with lab_of(peer) as lab:
         lab.pool.make(2, SIZE)
         for step in (1, 2):
