@@ -102,8 +102,7 @@ def serve(config: Config, *, source: str, systemd: Systemd, read_config: Callabl
         raise_descriptor_limit()
         lower_priority(config.daemon.nice)
         faulthandler.enable()  # stacks on a crash, and on SIGABRT, with which systemd's watchdog ends a blocked daemon
-        daemon = _Daemon(config, systemd, read_config)
-        asyncio.run(daemon.run(hot_lock, holder))
+        asyncio.run(_Daemon(config, systemd, read_config).run(hot_lock, holder))
 
 
 class _Daemon:
@@ -116,12 +115,9 @@ class _Daemon:
         self._metrics = Metrics(tiers=names)
         keyring = self._keyring = keyring_of(config.security.key_file, to_sign=True)
         self._memory = MemoryTier(algorithm="" if keyring is None else preferred())
+        writers = [*names, PEERS, SERVED]
         self._throttle = WriteThrottle(
-            [*names, PEERS, SERVED],
-            config.daemon,
-            metrics=self._metrics,
-            on_limit=self._limit_writes,
-            now_s=time.monotonic,
+            writers, config.daemon, metrics=self._metrics, on_limit=self._limit_writes, now_s=time.monotonic
         )
         hot_store = DirectoryStore(config.hot_path, timeout_s=config.limits.directory_timeout_s, access=config.access)
         self._wakes: defaultdict[str, Wake] = defaultdict(Wake)  # of a worker that does not run, too
@@ -170,8 +166,15 @@ class _Daemon:
         self._door = TrainerDoor(context, restorer, spawn=self._spawn)
         lag_s = copier.lag_s if copier is not None else lambda run: None
         self._peers = PeerParts(context, restorer, copy_lag_s=lag_s) if config.peers.listen else None
-        self._operator = Operator(context, self._listers, pid=os.getpid(), peer_lag_s=lag_s, watchers=self._watchers)
-        self._operator.sidecars, self._operator.processes = self._sidecars, self._door.processes
+        self._operator = Operator(
+            context,
+            self._listers,
+            pid=os.getpid(),
+            peer_lag_s=lag_s,
+            watchers=self._watchers,
+            sidecars=self._sidecars,
+            processes=self._door.processes,
+        )
 
     def _make_workers(self) -> dict[str, Worker]:
         """All workers, by the name as in `_wakes`: the kind, then the tier if there is one worker per tier."""
@@ -369,9 +372,8 @@ class _Daemon:
         self._wakes[f"commit {tier}"].set()
 
     def examined(self) -> None:
-        for name in self._workers:
-            if name == "reap" or name.startswith("replicate"):
-                self._wakes[name].set()
+        for name in ("reap", *(f"replicate {tier}" for tier in self._context.cold)):
+            self._wakes[name].set()
 
     def hot_refused(self) -> None:
         self._wakes["write through"].set()

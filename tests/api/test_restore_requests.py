@@ -120,7 +120,7 @@ async def test_an_unexpected_error_is_answered_and_recorded(requester: Requester
     refusals = [message for message in await requester.received() if isinstance(message, wire.Refused)]
     assert [refusal.request for refusal in refusals] == [0, 1, 2]
     assert "ZeroDivisionError" in refusals[0].message
-    assert [incident["stage"] for incident in rooms.incidents.recent()] == ["restore"] * 3
+    assert [incident.stage for incident in rooms.incidents.recent()] == ["restore"] * 3
 
 
 async def test_the_descriptors_for_a_peer_that_has_disconnected_are_closed(requester: Requester) -> None:

@@ -42,7 +42,7 @@ async def signed_or_not(tmp_path: Path, request: pytest.FixtureRequest) -> Async
 
 
 def kinds(rooms: Rooms) -> list[str]:
-    return [str(incident["kind"]) for incident in rooms.incidents.recent()]
+    return [incident.kind for incident in rooms.incidents.recent()]
 
 
 async def claim_here(rooms: Rooms, generation: int = 1) -> None:

@@ -67,7 +67,7 @@ async def test_a_snapshot_is_examined_in_memory_and_marked_after_its_commit(
     assert snapshot_set.diagnosis is not None
     assert not snapshot_set.diagnosis.healthy
     assert worker.diagnosis(snapshot_set.id) is False
-    assert "model.bias (2 NaN, 0 Inf)" in rooms.incidents.recent()[0]["message"]
+    assert "model.bias (2 NaN, 0 Inf)" in rooms.incidents.recent()[0].message
     await rooms.persister().run_once()
     assert markers(rooms, "hot", 1) == []
     assert await worker.run_once()
@@ -132,7 +132,7 @@ async def test_flipped_bits_on_the_disk_are_corrupt_and_give_no_verdict(rooms: R
     assert rooms.memory.find(snapshot_set.id) is None
     await examiner(rooms).examine(snapshot_set.id)
     assert markers(rooms, "hot", 1) == []
-    assert [incident["kind"] for incident in rooms.incidents.recent()] == ["corrupt"]
+    assert [incident.kind for incident in rooms.incidents.recent()] == ["corrupt"]
     assert rooms.count("tierd_examinations_total", run=RUN, verdict="failed") == 1
 
 
@@ -143,7 +143,7 @@ async def test_a_checkpoint_that_cannot_be_examined_is_recorded_once(rooms: Room
     assert await worker.run_once()
     assert await worker.run_once()
     assert rooms.count("tierd_examinations_total", run=RUN, verdict="failed") == 1
-    assert [incident["kind"] for incident in rooms.incidents.recent()] == ["corrupt"]
+    assert [incident.kind for incident in rooms.incidents.recent()] == ["corrupt"]
 
 
 async def test_an_examination_whose_process_dies_or_hangs_is_retried(
@@ -154,7 +154,7 @@ async def test_an_examination_whose_process_dies_or_hangs_is_retried(
     with monkeypatch.context() as patch:
         patch.setattr(examiner_module, "PROGRAM", "tierd.no_such_program")
         assert not await worker.run_once()
-    assert "ended with code 1" in rooms.incidents.recent()[0]["message"]
+    assert "ended with code 1" in rooms.incidents.recent()[0].message
     with monkeypatch.context() as patch:
         patch.setattr(examiner_module, "TIMEOUT_MIN_S", 0.0)
         patch.setattr(examiner_module, "RATE_MIN_BYTES_S", 1e12)
@@ -223,7 +223,7 @@ async def test_equal_weights_at_two_steps_are_stale_unless_the_learning_rate_is_
         rooms.seal(step, [raw])
         await worker.run_once()
     assert rooms.count("tierd_stale_snapshots_total", run=RUN) == 1
-    assert "steps 1 and 2 have the same weights" in rooms.incidents.recent()[0]["message"]
+    assert "steps 1 and 2 have the same weights" in rooms.incidents.recent()[0].message
     assert rooms.count("tierd_examinations_total", run=RUN, verdict="healthy") == 5
 
 
@@ -280,8 +280,8 @@ async def test_a_python_that_the_daemons_user_may_not_run_is_an_incident(
         patch.setattr(sys, "executable", str(python))
         assert not await worker.run_once()
     incident = rooms.incidents.recent()[0]
-    assert f"start {python}: Permission denied" in incident["message"]
-    assert f"user {os.geteuid()}" in incident["hint"]
+    assert f"start {python}: Permission denied" in incident.message
+    assert f"user {os.geteuid()}" in incident.hint
     assert await worker.run_once(), "it is tried again"
 
 

@@ -321,7 +321,7 @@ def test_restorer_agrees_with_the_table(case: Case, tmp_path: Path, monkeypatch:
         except TierdError as error:
             return type(error), ""
         close_all(found.descriptors)
-        failures = [failure["message"] for failure in rooms.incidents.recent()]
+        failures = [failure.message for failure in rooms.incidents.recent()]
         return (found.manifest.step, found.manifest.generation, found.tier), " ".join([*found.passed_over, *failures])
 
     async def run() -> tuple[Outcome, str]:

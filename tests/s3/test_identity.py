@@ -60,8 +60,8 @@ async def test_emptied_bucket_is_reported_and_gets_again_what_hot_has(served: Bu
         assert rooms.catalog.tiers["cold"].is_known
         assert markers(served) == [marker], "other daemons remember this one too"
         assert lost_steps(rooms) == [200, 100, 10]
-        messages = [incident["message"] for incident in rooms.incidents.recent()]
-        assert [incident["kind"] for incident in rooms.incidents.recent()] == ["lost", "lost"]
+        messages = [incident.message for incident in rooms.incidents.recent()]
+        assert [incident.kind for incident in rooms.incidents.recent()] == ["lost", "lost"]
         assert "has none now" in messages[1]
         await Replicator(rooms.context, rooms.cold["cold"]).run_once()
         await rooms.list_tiers()
@@ -77,7 +77,7 @@ async def test_bucket_that_was_emptied_while_no_daemon_ran_is_reported(served: B
         await rooms.context.identities.begin(rooms.tiers)
         await rooms.list_tiers()
         (incident,) = rooms.incidents.recent()
-        assert (incident["stage"], incident["kind"]) == ("list", "lost")
+        assert (incident.stage, incident.kind) == ("list", "lost")
         assert len(markers(served)) == 1
 
 

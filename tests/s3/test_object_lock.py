@@ -117,7 +117,7 @@ class House:
         return sorted(int(key.split("/")[1][:12]) for key in self.served.objects if key.endswith("/manifest.json"))
 
     def told(self) -> list[tuple[str, str, int]]:
-        return [(one["stage"], one["kind"], one["step"]) for one in self.rooms.incidents.recent()]
+        return [(one.stage, one.kind, one.step) for one in self.rooms.incidents.recent()]
 
 
 @pytest.fixture

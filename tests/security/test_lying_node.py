@@ -262,7 +262,7 @@ class Keeper:
         is_well = await self.copier.run_once()
         failures = self.rooms.incidents.recent()
         assert is_well == (len(failures) == known)
-        return "" if is_well else failures[0]["message"]
+        return "" if is_well else failures[0].message
 
     def left(self) -> list[str]:
         """The files of copies, apart from what a later copy goes on with."""

@@ -46,7 +46,7 @@ def test_lasting_checkpoints_that_cannot_all_be_copied_leave_room_in_hot_and_are
     lost = lasting - {*uploads.kept, *uploads.in_hot}
     assert lost
     assert uploads.given_up["no_space"] == len(lost)
-    assert {incident["step"] for incident in uploads.incidents if incident["kind"] == "given_up"} == lost
+    assert {incident.step for incident in uploads.incidents if incident.kind == "given_up"} == lost
     assert MILESTONE in uploads.kept
     order = sorted(uploads.committed_s, key=lambda number: uploads.committed_s[number])
     newest = [max(order[: count + 1]) for count in range(len(order))]

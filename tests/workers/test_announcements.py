@@ -481,7 +481,7 @@ async def test_two_nodes_with_one_number_are_named_and_nothing_is_committed(node
     await nodes.send(home, second)
     assert not await third.replicator.run_once()
     (incident,) = third.rooms.incidents.recent()
-    assert "part-00001-" in incident["message"]
+    assert "part-00001-" in incident.message
     for _ in range(3):
         nodes.now_s += LIST_MAX_S
         await nodes.send(home, second)

@@ -284,7 +284,7 @@ async def test_a_part_of_another_start_is_refused(nodes: Nodes) -> None:
     await second.send(10)
     await nodes.wait(HOME_S + 1, home)
     assert home.rooms.steps("cold") == []
-    assert "two starts of the run hold this generation" in home.rooms.incidents.recent()[0]["message"]
+    assert "two starts of the run hold this generation" in home.rooms.incidents.recent()[0].message
     home.rooms.folder("cold", id_of(10)).joinpath("node-00002-of-00005.json").unlink()
     second.node = wire.NodeRanks(ranks=second.ranks, lowest=second.node.lowest, claim=CLAIM.claim, base=7)
     cold = second.rooms.cold["cold"]

@@ -49,7 +49,7 @@ async def test_nothing_is_copied_into_a_generation_of_another_start(rooms: Rooms
     assert not await rooms.replicator().run_once()
     assert await rooms.cold["cold"].claim(Run(RUN), FIRST) == ELSEWHERE
     assert (rooms.steps("hot"), rooms.steps("cold")) == ([200, 100], [])
-    assert {(incident["stage"], incident["kind"]) for incident in rooms.incidents.recent()} == {("replicate", "stale")}
+    assert {(incident.stage, incident.kind) for incident in rooms.incidents.recent()} == {("replicate", "stale")}
     assert wire.Fenced(generation=2) in rooms.sent
     assert rooms.count("tierd_fenced_total") == 1
     assert rooms.catalog.generation_max(Run(RUN)) == 2, "a trainer of generation 1 that reconnects is refused"

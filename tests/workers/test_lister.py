@@ -56,8 +56,8 @@ async def test_emptied_tier_is_reported_once_and_hot_sends_again_what_it_has(roo
         await rooms.list_tiers()
     assert lost_steps(rooms) == [300, 200, 100, 10]
     (incident,) = rooms.incidents.recent()
-    assert (incident["stage"], incident["kind"], incident["run"], incident["step"]) == ("list", "lost", RUN, 300)
-    assert "run42/000000000010-g0001 disappeared" in incident["message"]
+    assert (incident.stage, incident.kind, incident.run, incident.step) == ("list", "lost", RUN, 300)
+    assert "run42/000000000010-g0001 disappeared" in incident.message
     assert [checkpoint.step for checkpoint in rooms.listers["cold"].lost] == [300, 200, 100, 10]
     assert rooms.count("tierd_lost_checkpoints_total", tier="cold") == 4.0
     await rooms.replicator().run_once()
@@ -108,7 +108,7 @@ async def test_replica_without_its_manifest_may_be_in_the_middle_of_a_deletion(t
         await rooms.list_tiers()
         assert rooms.listers["cold"].lost == [id_of(100)]
         (incident,) = rooms.incidents.recent()
-        assert incident["kind"] == "lost"
+        assert incident.kind == "lost"
 
 
 async def test_replica_that_disappears_from_hot_is_lost(rooms: Rooms) -> None:
@@ -205,7 +205,7 @@ async def test_what_a_failed_deletion_took_is_not_lost_until_it_is_there_again(r
     await rooms.list_tiers()
     remove(rooms, "cold", 300)
     await rooms.list_tiers()
-    assert [incident["step"] for incident in rooms.incidents.recent()] == [300]
+    assert [incident.step for incident in rooms.incidents.recent()] == [300]
 
 
 async def test_listing_that_lacks_what_is_there_changes_nothing(rooms: Rooms) -> None:
@@ -261,7 +261,7 @@ async def test_loss_that_the_reaper_meets_is_reported(rooms: Rooms) -> None:
     assert ("relist", "cold") in rooms.events
     assert pending(rooms.catalog, rooms.config, "cold") == [id_of(20)], "it is copied again"
     await rooms.list_tiers()
-    assert [incident["step"] for incident in rooms.incidents.recent()] == [20]
+    assert [incident.step for incident in rooms.incidents.recent()] == [20]
 
 
 async def test_a_command_that_lists_twice_reports_no_loss(rooms: Rooms) -> None:

@@ -242,7 +242,7 @@ async def test_a_checkpoint_that_is_gone_without_a_tombstone_is_reported_as_lost
     await list_cold(other)
     assert "" in listings.take()
     assert known(other) == [20]
-    assert [each["kind"] for each in other.rooms.incidents.recent()] == ["lost"]
+    assert [each.kind for each in other.rooms.incidents.recent()] == ["lost"]
 
 
 @pytest.mark.parametrize("how", ["brought back", "deleted by home"])

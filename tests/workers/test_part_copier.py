@@ -177,7 +177,7 @@ async def test_part_of_another_start_is_refused(two: TwoNodes) -> None:
     await two.persist(two.here, 5, HERE)
     assert not await two.copier.run_once()
     assert two.steps == []
-    assert "part of another checkpoint" in two.here.incidents.recent()[0]["message"]
+    assert "part of another checkpoint" in two.here.incidents.recent()[0].message
 
 
 async def test_part_with_a_rank_of_this_node_is_refused(two: TwoNodes) -> None:
@@ -185,14 +185,14 @@ async def test_part_with_a_rank_of_this_node_is_refused(two: TwoNodes) -> None:
     await two.persist(two.here, 5, msgspec.structs.replace(HERE, ranks=[0, 1]))
     assert not await two.copier.run_once()
     assert two.steps == []
-    assert "its ranks overlap this node's part: 1" in two.here.incidents.recent()[0]["message"]
+    assert "its ranks overlap this node's part: 1" in two.here.incidents.recent()[0].message
 
 
 async def test_partner_that_cannot_be_reached_is_an_incident_and_tried_again(two: TwoNodes) -> None:
     await two.both(5)
     two.tell(address="127.0.0.1:1")
     assert not await two.copier.run_once()
-    assert two.here.incidents.recent()[0]["stage"] == "copy"
+    assert two.here.incidents.recent()[0].stage == "copy"
     two.tell()
     assert await two.copier.run_once()
     assert two.steps == [5]
@@ -205,7 +205,7 @@ async def test_partner_that_has_another_certificate_since_is_named_and_copied_wh
     assert not await two.copier.run_once()
     (failure,) = two.here.incidents.recent()
     is_tls = bool(two.there.context.peer_key.fingerprint)
-    assert ("its certificate is sha256" if is_tls else "no TLS handshake") in failure["message"]
+    assert ("its certificate is sha256" if is_tls else "no TLS handshake") in failure.message
     two.tell()
     assert await two.copier.run_once()
     assert two.steps == [5]
@@ -278,7 +278,7 @@ async def test_full_disk_takes_no_copy(two: TwoNodes, monkeypatch: pytest.Monkey
     monkeypatch.setattr(hot_space, "MARGIN_BYTES", 1 << 60)
     assert not await two.copier.run_once()
     assert two.steps == []
-    assert two.here.incidents.recent()[0]["kind"] == "full"
+    assert two.here.incidents.recent()[0].kind == "full"
 
 
 async def test_disk_that_fills_meanwhile_leaves_no_copy(two: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -745,8 +745,8 @@ async def test_damaged_copy_is_not_served_any_more_and_is_copied_again(
     assert await scrubber.run_once()
     assert two.steps == [6]
     (failure,) = two.here.incidents.recent()
-    assert (failure["stage"], failure["kind"], failure["step"]) == ("scrub", "corrupt", 5)
-    assert f"the copy of {NODE_FILE}" in failure["message"]
+    assert (failure.stage, failure.kind, failure.step) == ("scrub", "corrupt", 5)
+    assert f"the copy of {NODE_FILE}" in failure.message
     assert two.here.count("tierd_scrubbed_checkpoints_total", tier="peers", proof="deep") == 2
     assert await two.copier.run_once()
     assert two.steps == [6, 5]
@@ -777,7 +777,7 @@ async def test_a_copy_that_the_disk_could_not_read_once_stays_in_use(
         for expected in ([5], []):
             assert await scrubber.run_once()
             assert two.steps == expected
-    assert two.here.incidents.recent()[0]["kind"] == "corrupt"
+    assert two.here.incidents.recent()[0].kind == "corrupt"
 
 
 async def test_damaged_copy_of_a_node_that_has_gone_stays_for_a_person(two: TwoNodes) -> None:

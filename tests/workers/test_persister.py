@@ -89,7 +89,7 @@ async def test_an_error_in_one_shard_cancels_the_others_and_leaves_no_file(rooms
     (message,) = rooms.sent
     assert isinstance(message, wire.Failed)
     assert (message.step, message.stage, message.is_final) == (7, "persist", False)
-    assert rooms.incidents.recent()[0]["step"] == 7
+    assert rooms.incidents.recent()[0].step == 7
 
 
 async def test_complete_shards_of_a_failed_set_are_deleted(rooms: Rooms) -> None:
@@ -214,7 +214,7 @@ async def test_another_checkpoint_with_the_same_id_is_never_overwritten_or_delet
     before = {path: path.read_bytes() for path in rooms.folder("hot", foreign.id).iterdir()}
     assert not await rooms.persister().run_once()
     assert {path: path.read_bytes() for path in rooms.folder("hot", foreign.id).iterdir()} == before
-    assert rooms.incidents.recent()[0]["kind"] == "corrupt"
+    assert rooms.incidents.recent()[0].kind == "corrupt"
 
 
 async def test_a_cancelled_pass_commits_nothing_and_keeps_the_snapshot(rooms: Rooms) -> None:
@@ -243,7 +243,7 @@ async def test_bytes_that_differ_from_earlier_checksums_are_not_committed(rooms:
     rooms.memory.leave(RUN, Rank(0), now_s=0.0)
     snapshot.slot.state = SlotState.SEALED
     assert not await persister.run_once()
-    assert rooms.incidents.recent()[0]["kind"] == "corrupt"
+    assert rooms.incidents.recent()[0].kind == "corrupt"
     assert rooms.steps("hot") == []
 
 

@@ -110,7 +110,7 @@ async def test_a_tier_that_refuses_deletions_does_not_delay_others(rooms: Rooms)
     rooms.cold["cold"].store.delete = refuse  # type: ignore[method-assign]
     assert not await reaper(rooms).run_once()
     assert rooms.steps("hot") == [500, 400, 300]
-    assert [incident["stage"] for incident in rooms.incidents.recent()] == ["reap"], "once per pass"
+    assert [incident.stage for incident in rooms.incidents.recent()] == ["reap"], "once per pass"
 
 
 async def test_nothing_is_deleted_in_a_tier_without_deletions_and_hot_goes_on(rooms: Rooms) -> None:
@@ -153,7 +153,7 @@ async def test_a_cold_directory_that_hangs_does_not_stop_deletions_in_other_tier
             assert not await reaper(rooms).run_once()
             assert hung.blocked
             assert rooms.steps(another) == [500, 400, 300]
-            reported = [rooms.catalog.tiers["nas"].error, *(found["message"] for found in rooms.incidents.recent())]
+            reported = [rooms.catalog.tiers["nas"].error, *(incident.message for incident in rooms.incidents.recent())]
             assert any("no answer within" in message for message in reported)
             hung.answer()
             nas.pool.timeout_s = 60.0
@@ -394,7 +394,7 @@ async def test_hot_replica_stays_when_the_cold_one_is_not_whole(rooms: Rooms, da
     await reaper(rooms).run_once()
     assert 600 in rooms.steps("hot")
     assert ("relist", "cold") in rooms.events, "the listing reports it, and the scrub repairs it from hot"
-    assert rooms.incidents.recent()[0]["kind"] == "corrupt"
+    assert rooms.incidents.recent()[0].kind == "corrupt"
 
 
 @pytest.mark.parametrize("listed", ["cold", "hot"])

@@ -75,7 +75,7 @@ async def test_a_damaged_hot_replica_is_never_copied_and_does_not_delay_others(r
     flip_a_bit(rooms.folder("hot", damaged.id) / "rank-00001-of-00002.safetensors")
     assert not await rooms.replicator().run_once()
     assert rooms.steps("cold") == [200]
-    assert [(incident["stage"], incident["kind"], incident["step"]) for incident in rooms.incidents.recent()] == [
+    assert [(incident.stage, incident.kind, incident.step) for incident in rooms.incidents.recent()] == [
         ("replicate", "corrupt", 300)
     ]
     assert rooms.count("tierd_verify_failures_total", tier="hot") == 1
@@ -452,7 +452,7 @@ async def test_leftovers_that_cannot_be_deleted_delay_no_copy(rooms: Rooms, refu
     assert rooms.steps("cold") == [1000, 900]
     left = [step for step in (100, 200, 300) if rooms.folder("cold", checkpoint_id(RUN, step, 1)).exists()]
     assert left == ([200] if refused == "delete" else [])
-    assert [incident["count"] for incident in rooms.incidents.recent()] == [1], "once in a sweep"
+    assert [incident.count for incident in rooms.incidents.recent()] == [1], "once in a sweep"
 
 
 async def test_a_marker_that_cannot_be_written_delays_neither_copies_nor_other_markers(rooms: Rooms) -> None:

@@ -384,7 +384,7 @@ async def test_checkpoint_with_a_missing_file_is_corrupt_not_absent(rooms: Rooms
     (rooms.folder("hot", one.id) / SHARD).unlink()
     with pytest.raises(Corrupt):
         await ask(rooms)
-    assert rooms.incidents.recent()[0]["stage"] == "restore"
+    assert rooms.incidents.recent()[0].stage == "restore"
 
 
 async def test_every_replica_excluded_as_damaged_is_corrupt(rooms: Rooms) -> None:
@@ -426,9 +426,7 @@ async def test_damaged_cold_replica_is_followed_by_the_next_tier_and_then_an_old
     await rooms.look()
     flip_a_bit(rooms.folder("cold", hurt.id) / SHARD)
     assert await where(rooms) == (200, "dr")
-    assert [(one["stage"], one["kind"], one["step"]) for one in rooms.incidents.recent()] == [
-        ("restore", "corrupt", 200)
-    ]
+    assert [(one.stage, one.kind, one.step) for one in rooms.incidents.recent()] == [("restore", "corrupt", 200)]
     assert rooms.count("tierd_verify_failures_total", tier="cold") == 1
     await rooms.hot.delete(hurt.id)
     rooms.catalog.drop(hurt.id, "hot")
@@ -585,7 +583,7 @@ async def test_snapshot_replaced_while_it_was_read_is_not_handed_over(rooms: Roo
     rooms.seal(8, [b"newer"])
     list(rooms.memory.release(RUN))
     assert (await asking)[1].step == 8
-    assert "a newer snapshot replaced it meanwhile" in rooms.incidents.recent()[0]["message"]
+    assert "a newer snapshot replaced it meanwhile" in rooms.incidents.recent()[0].message
 
 
 async def test_find_ends_when_every_snapshot_is_replaced_while_it_is_read(

@@ -117,7 +117,7 @@ async def test_a_damaged_replica_is_recorded_and_repaired_and_counts_again(
     assert rooms.count("tierd_verify_failures_total", tier=tier) == 1
     assert rooms.count("tierd_repaired_files_total", tier=tier) == 1
     assert rooms.count("tierd_failures_total", stage="scrub", kind="corrupt") == 1
-    assert "chunk 0 of 1" in rooms.incidents.recent()[0]["message"]
+    assert "chunk 0 of 1" in rooms.incidents.recent()[0].message
     assert await is_undamaged(rooms.tiers[tier], made)
     assert (scrub.damaged(), scrub.relisted) == ([], 1)
 

@@ -347,7 +347,7 @@ async def test_any_number_of_names_that_cannot_be_keys_is_a_few_problems(followe
     followed.file.write_bytes(b"1\n")
     report = await followed.settle()
     assert len(report.problems) == 10
-    assert sum(each["count"] for each in followed.rooms.incidents.recent()) == 10
+    assert sum(each.count for each in followed.rooms.incidents.recent()) == 10
     assert await followed.content("cold") == b"1\n", "the others are copied"
 
 

@@ -49,7 +49,7 @@ class Node:
 
     @property
     def incidents(self) -> str:
-        return "\n".join(each["message"] for each in self.rooms.incidents.recent())
+        return "\n".join(each.message for each in self.rooms.incidents.recent())
 
 
 class Nodes:

@@ -81,7 +81,7 @@ async def test_one_cold_tier_is_enough(rooms: Rooms, monkeypatch: pytest.MonkeyP
     assert await WriteThrough(rooms.context).run_once()
     assert rooms.steps("dr") == [7]
     assert states(snapshot_set) == {SlotState.RETAINED}
-    assert [incident["stage"] for incident in rooms.incidents.recent()] == ["replicate"]
+    assert [incident.stage for incident in rooms.incidents.recent()] == ["replicate"]
 
 
 async def test_a_snapshot_that_no_tier_takes_stays_and_is_tried_again(
@@ -159,7 +159,7 @@ async def test_bytes_that_differ_from_the_checksums_are_not_committed(rooms: Roo
     os.pwrite(snapshot.slot.fd, b"other", 0)
     assert not await WriteThrough(rooms.context).run_once()
     assert rooms.steps("cold") == rooms.steps("dr") == []
-    assert {incident["kind"] for incident in rooms.incidents.recent()} == {"corrupt"}
+    assert {incident.kind for incident in rooms.incidents.recent()} == {"corrupt"}
 
 
 async def test_a_commit_in_hot_during_a_copy_from_memory_gets_another_sequence(
@@ -346,7 +346,7 @@ async def test_a_snapshot_that_is_in_one_cold_tier_gets_no_other_manifest_in_ano
         resent.refused_by.add("hot")
         assert not await WriteThrough(rooms.context).run_once()
         assert rooms.steps("dr") == []
-        assert "replicate" not in {incident["stage"] for incident in rooms.incidents.recent()}
+        assert "replicate" not in {incident.stage for incident in rooms.incidents.recent()}
         assert await WriteThrough(rooms.context).run_once(), "it is the persister's again"
         assert await rooms.persister().run_once()
         assert [message.tier for message in rooms.sent if isinstance(message, wire.Replicated)] == ["cold"]

@@ -52,7 +52,6 @@ from tierd.status.node_reports import (
 from tierd.status.report import (
     LOOK_S,
     CadenceReport,
-    FailureReport,
     HolderReport,
     LostReplica,
     RunReport,
@@ -84,6 +83,8 @@ class Operator:
         pid: int,
         peer_lag_s: Callable[[Run], float | None] = lambda run: None,
         watchers: Sequence[Watcher] = (),
+        sidecars: SidecarFollower | None = None,
+        processes: Callable[[Run], list[HolderReport]] = lambda run: [],
     ) -> None:
         self._context = context
         self._peer_lag_s = peer_lag_s
@@ -92,8 +93,8 @@ class Operator:
         self._watchers = watchers
         self.write_rates = WriteRates(context.throttle.written_bytes, context.monotonic_s)
         self._forecasts = Forecasts(context)
-        self.sidecars: SidecarFollower | None = None
-        self.processes: Callable[[Run], list[HolderReport]] = lambda run: []
+        self._sidecars = sidecars
+        self._processes = processes
         self._catalog = context.catalog
         self._memory = context.memory
         self._now = context.now
@@ -165,10 +166,10 @@ class Operator:
             ],
             queues=queues,
             watches=[watcher.report() for watcher in self._watchers],
-            sidecars=None if self.sidecars is None else self.sidecars.report(),
+            sidecars=None if self._sidecars is None else self._sidecars.report(),
             slots={state.value: slot_counts[state] for state in SlotState},
             costs=costs_report(self._context.metrics),
-            failures=msgspec.convert(self._context.incidents.recent(), list[FailureReport]),
+            failures=self._context.incidents.recent(),
         )
 
     async def _runs(self, on_hot_disk: Set[str]) -> AsyncIterator[RunReport]:
@@ -231,7 +232,7 @@ class Operator:
             report.attached_s = round(attached_s, 1)
         if (pause := self._memory.progress.pause(run, now_s)) is not None:
             report.pause = Pause(round(pause.seconds, 1), round(pause.limit_s, 1))
-            report.processes = self.processes(run) if pause.is_too_long else []
+            report.processes = self._processes(run) if pause.is_too_long else []
         report.newer_generation = self._context.newer_generations().get(run)
         report.at_risk = self._at_risk(run, report, on_hot_disk, restore_s)
         # A snapshot in memory may be diagnosed before there is a marker.

@@ -58,7 +58,7 @@ def _guarded(
             # The reader closed the pipe, as `head` does: nothing may be flushed into it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(128 + signal.SIGPIPE) from error
-        except Exception as error:
+        except Exception as error:  # also a bug: one message, and --traceback for a report
             if settings_of(context).wants_traceback:
                 traceback.print_exception(error)
             raise typer.Exit(_print_error(error)) from error

@@ -31,7 +31,6 @@ from tierd.format.ids import HOT
 from tierd.keys.key_file import keyring_of
 from tierd.lifecycle.watched import is_name, misfit, preset_of
 from tierd.local_checks import clock, limits, no_cold, same_disk, sizes, socket
-from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.probe import Advice, probe_directory, problem_of
 from tierd.tiers.tier_listing import Listing
 from tierd.transfer.watched_folder import names
@@ -153,10 +152,11 @@ async def _places(loaded: Config) -> list[Advice]:
         except TierUnreachable as error:
             found.append(problem_of("place", tier.name, error))
             continue
-        if isinstance(tier.store, DirectoryStore) and tier.store.root.is_dir():  # also before there is any marker
-            status = tier.store.root.stat()
+        root = loaded.directories.get(tier.name)
+        if root is not None and root.is_dir():  # also before there is any marker
+            status = root.stat()
             if (other := folders.setdefault((status.st_dev, status.st_ino), tier.name)) != tier.name:
-                message = f"{tier.store.root} is the same directory as {other}: one replica would count as two"
+                message = f"{root.absolute()} is the same directory as {other}: one replica would count as two"
                 found.append(
                     problem_of("place", tier.name, BadConfig(message, hint="give each tier a place of its own"))
                 )

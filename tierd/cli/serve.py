@@ -32,7 +32,7 @@ def serve(context: typer.Context) -> int:
         check_names()
         config = settings.config()
         _serve(settings, config)
-    except Exception as error:
+    except Exception as error:  # also a bug: what collects the log reads JSON, and no traceback
         if not _logs_json(settings, config):
             raise
         return _log_fatal(error, wants_traceback=settings.wants_traceback)

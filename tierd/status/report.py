@@ -156,7 +156,7 @@ class QueueReport(msgspec.Struct, kw_only=True):
     given_up_age_s: dict[str, float] = {}
 
 
-class FailureReport(msgspec.Struct, kw_only=True):
+class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
     """`at`: of the last time; `first_at`: of the first of `count` times in a row, as far as the daemon remembers."""
 
     at: str

@@ -223,7 +223,7 @@ class Explorer:
             if changes:
                 problems.append(f"a second recovery changed {changes}")
             await daemon.settle()
-            if incidents := [str(each["message"]) for each in daemon.incidents.recent()]:
+            if incidents := [each.message for each in daemon.incidents.recent()]:
                 problems.append(f"incidents after the recovery: {incidents[:3]}")
             return await _restore(daemon)
 

@@ -215,8 +215,8 @@ class SimulatedDaemon(daemon._Daemon):
 
     def losses(self) -> list[str]:
         """The messages of incidents about checkpoints that disappeared."""
-        return [str(incident["message"]) for incident in self._context.incidents.recent() if incident["kind"] == "lost"]
+        return [incident.message for incident in self._context.incidents.recent() if incident.kind == "lost"]
 
     def bugs(self) -> list[str]:
         """The messages of incidents that are no TierdError."""
-        return [str(incident["message"]) for incident in self._context.incidents.recent() if incident["kind"] == "bug"]
+        return [incident.message for incident in self._context.incidents.recent() if incident.kind == "bug"]

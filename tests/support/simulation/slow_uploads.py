@@ -28,6 +28,7 @@ from tests.support.simulation.loop import SimulatedLoop
 from tests.support.simulation.trainer import MILESTONE_STEPS, SHARD_BYTES, Job, SimulatedTrainer
 from tests.support.simulation.world import isolated
 from tierd.config.sections import ColdConfig, ColdPolicy, Config, LifecycleConfig, TierPolicy
+from tierd.status.report import FailureReport
 
 RATIOS = (0.5, 1.0, 2.0, 3.0, 3.7, 6.0, 10.0)
 CHECKPOINTS = 61
@@ -51,7 +52,7 @@ class Uploads:
     in_hot: list[int] = field(default_factory=list[int])
     hot_max: int = 0
     given_up: dict[str, int] = field(default_factory=dict[str, int])
-    incidents: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    incidents: list[FailureReport] = field(default_factory=list[FailureReport])
     violation: Violation | None = None
 
     def gaps_s(self) -> list[float]:
