@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import select
 import signal
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +13,11 @@ import pytest
 
 from tests.support.cli import House, content, flip_a_bit, make_checkpoint, make_house
 from tests.support.daemon import Daemon
-from tests.support.waiting import wait_until
+from tests.support.slots import PAGE_BYTES
+from tests.support.waiting import DEADLINE_S, wait_until
+from tests.support.wire_peer import Peer
 from tierd.format import wire
 from tierd.format.ids import checkpoint_id
-
-DEADLINE_S = 100.0
 
 
 @pytest.fixture
@@ -48,47 +44,15 @@ def serving(house: House) -> Iterator[None]:
 
 
 @contextmanager
-def trainer(house: House, run: str, shard: bytes, *, step: int) -> Iterator[wire.Welcome]:
-    """A trainer of one rank with one sealed snapshot, simulated by wire messages."""
-    slot = os.memfd_create("slot", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    os.ftruncate(slot, -(-len(shard) // 4096) * 4096)
-    fcntl.fcntl(slot, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(DEADLINE_S)
-        sock.connect(str(house.root / "tierd.sock"))
-
-        def send(message: wire.ToDaemon, *descriptors: int) -> None:
-            socket.send_fds(sock, [wire.encode(message)], list(descriptors))
-
-        def wait_for(kind: type[wire.ToClient]) -> wire.ToClient:
-            while not isinstance(message := wire.decode_to_client(sock.recv(wire.MESSAGE_BYTES_MAX)), kind):
-                assert not isinstance(message, wire.Refused), message
-            return message
-
-        send(wire.Hello(protocol=wire.PROTOCOL_VERSION, version="test", run=run, rank=0, world_size=1, generation=None))
-        welcome = wait_for(wire.Welcome)
-        send(wire.AttachSlot(slot=0, capacity_bytes=os.fstat(slot).st_size), slot)
-        send(wire.Filling(slot=0, step=step))
-        os.pwrite(slot, shard, 0)
-        send(
-            wire.Sealed(
-                slot=0,
-                step=step,
-                size_bytes=len(shard),
-                created_at="2025-01-01T00:00:00.000+00:00",
-                stall_s=0.01,
-                metrics={"loss": 2.5},
-                milestone=None,
-                parent=None,
-                architecture_hash="0123abcd",
-                versions={},
-                resent=False,
-            )
-        )
-        wait_for(wire.Persisted)
-        os.close(slot)
-        yield welcome
-        send(wire.Goodbye())
+def trainer(house: House, run: str, shard: bytes, *, step: int) -> Iterator[None]:
+    """A trainer of one rank with one snapshot that is persisted."""
+    with Peer(house.root / "tierd.sock") as peer:
+        peer.greet(run)
+        peer.attach(0, size_bytes=-(-len(shard) // PAGE_BYTES) * PAGE_BYTES)
+        peer.seal(0, step, shard)
+        peer.hear(wire.Persisted)
+        yield
+        peer.send(wire.Goodbye())
 
 
 def test_memory_tier_is_listed_and_restored_byte_for_byte(house: House) -> None:
@@ -120,9 +84,7 @@ def test_ls_prints_the_same_rows_with_and_without_a_daemon(house: House) -> None
     without = house.json("ls")
 
     with serving(house):
-        deadline = time.monotonic() + DEADLINE_S
-        while house.tierd("ls").exit_code != 0 and time.monotonic() < deadline:
-            continue  # until the daemon has listed the cold tier, `ls` ends with 3
+        wait_until(lambda: house.tierd("ls").exit_code == 0, "the listing of cold: until then `ls` ends with 3")
         beside = house.json("ls")
 
     assert beside == without

@@ -8,30 +8,23 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
+from tests.support.waiting import DEADLINE_S, wait_until
+
 ROOT = Path(__file__).parents[2]
 TUTORIAL = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
 PAUSE, SHORT_PAUSE = "time.sleep(0.2)", "time.sleep(0.05)"  # a person needs time to kill it, the test less
-DEADLINE_S = 60.0
 
 
 def environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TIERD_")}
     return {**kept, "TIERD_DAEMON_LISTEN": "127.0.0.1:0", **more}
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, f"{what}: not within {DEADLINE_S:.0f} s"
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -41,7 +34,7 @@ def daemon(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             [sys.executable, "-m", "tierd", "serve"], cwd=folder, env=environment(), stdout=log, stderr=log
         )
     try:
-        wait_until((folder / ".tierd/tierd.sock").exists, "the daemon listens")
+        wait_until((folder / ".tierd/tierd.sock").exists, "the daemon to listen")
         yield process
     finally:
         process.kill()
@@ -79,12 +72,12 @@ def test_the_tutorial_works_as_written(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script.replace(PAUSE, SHORT_PAUSE))
     with daemon(tmp_path) as process:
         trainer = start(tmp_path, "killed.txt")
-        wait_until(lambda: 18 in losses(tmp_path, "killed.txt"), "step 18 ends")
+        wait_until(lambda: 18 in losses(tmp_path, "killed.txt"), "step 18")
         trainer.kill()
         trainer.wait()
 
         trainer = start(tmp_path, "stopped.txt")
-        wait_until(lambda: 33 in losses(tmp_path, "stopped.txt"), "step 33 ends")
+        wait_until(lambda: 33 in losses(tmp_path, "stopped.txt"), "step 33")
         trainer.send_signal(signal.SIGTERM)
         assert trainer.wait(DEADLINE_S) == 0
         assert re.match(r"resumed at step \d+ from memory", (tmp_path / "stopped.txt").read_text())
@@ -97,7 +90,7 @@ def test_the_tutorial_works_as_written(tmp_path: Path) -> None:
         text = (tmp_path / "ended.txt").read_text()
         assert text.startswith(f"resumed at step {max(stopped)} from hot\n")
         cold = tmp_path / ".tierd/cold/tutorial"
-        wait_until(lambda: any(cold.glob("000000000060-*/manifest.json")), "step 60 is in cold")
+        wait_until(lambda: any(cold.glob("000000000060-*/manifest.json")), "step 60 in cold")
         process.kill()
         process.wait()
 
