@@ -12,7 +12,7 @@ import torch
 from tierd_client import TrainingState
 
 from tests.support.cli import House, make_house
-from tests.support.state import Training, commit, stage
+from tests.support.state import Training, commit, of_bfloat16, stage
 from tierd.format import flat_file
 from tierd.format.whole import WholeTensor
 
@@ -61,14 +61,6 @@ def test_names_in_a_file_give_another_order(house: House) -> None:
     result = house.tierd("export", "--format", "flat", "--names", house.root / "names.json", "--to", house.root / "no")
     assert result.exit_code == 2
     assert f"the list of names lacks {names[0]}" in result.stderr
-
-
-def of_bfloat16() -> TrainingState:
-    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    return TrainingState(model=model, optimizer=optimizer)
 
 
 def of_sgd() -> TrainingState:

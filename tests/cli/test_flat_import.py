@@ -12,11 +12,11 @@ import pytest
 import tierd_client
 import torch
 from safetensors.torch import load_file
-from tierd_client import DictState, TrainingState
+from tierd_client import DictState
 
 from tests.support.cli import House, flip_a_bit, make_checkpoint, make_house
 from tests.support.daemon import Daemon
-from tests.support.state import Training, assert_same, commit, stage
+from tests.support.state import Training, assert_same, commit, of_bfloat16, stage
 from tests.support.trainer import Trainer
 from tierd.cli import import_
 from tierd.format.flat_file import HEADER
@@ -158,18 +158,13 @@ def test_2_to_the_31_parameters_and_another_number_of_them_are_refused(house: Ho
     assert_refused(house, path, 2, "it is of step 5", "--step", "6")
 
 
-def of_bfloat16() -> bytes:
-    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    return stage(TrainingState(model=model, optimizer=optimizer))
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (of_bfloat16, "model.weight is BF16 in the checkpoint that --like names; a flat file holds float32 only"),
+        (
+            lambda: stage(of_bfloat16()),
+            "model.weight is BF16 in the checkpoint that --like names; a flat file holds float32 only",
+        ),
         (lambda: stage(DictState({"model": {"weight": torch.ones(3)}})), "it has no optimizer"),
     ],
 )

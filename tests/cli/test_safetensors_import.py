@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tierd_client import TrainingState
 from tierd_client.state.training_state import architecture_of
 
-from tests.support.cli import House, make_house
+from tests.support.cli import House, assert_import_refused, make_house
 from tests.support.daemon import Daemon
 from tests.support.state import assert_same
 from tierd.cli import import_
@@ -39,14 +39,6 @@ def every_dtype() -> dict[str, torch.Tensor]:
 
 def folder_of(house: House, run: str = "new") -> Path:
     return next(path for path in (house.hot / run).iterdir() if path.is_dir())
-
-
-def assert_refused(house: House, path: Path, code: int, message: str, *more: str) -> None:
-    result = house.tierd("import", path, "--run", "new", "--step", "3", *more)
-    assert result.exit_code == code, result.output
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) <= 2, "one line, and a hint"
-    assert not (house.hot / "new").exists()
 
 
 def write(path: Path, table: Mapping[str, Any], content: bytes = b"") -> Path:
@@ -158,27 +150,27 @@ def test_a_file_that_is_missing_torn_or_of_another_format_is_refused(house: Hous
     raw = path.read_bytes()
     for torn in (raw[:-1], raw[:20], raw[:5], b"", raw + b"\0"):
         path.write_bytes(torn)
-        assert_refused(house, path, 12, "read ")
-    assert_refused(house, house.root / "absent.safetensors", 10, "No such file")
-    assert_refused(house, house.root / ("x" * 300), 10, "File name too long")
+        assert_import_refused(house, path, 12, "read ")
+    assert_import_refused(house, house.root / "absent.safetensors", 10, "No such file")
+    assert_import_refused(house, house.root / ("x" * 300), 10, "File name too long")
     os.mkfifo(house.root / "pipe")
-    assert_refused(house, house.root / "pipe", 2, "not a regular file")
+    assert_import_refused(house, house.root / "pipe", 2, "not a regular file")
     (house.root / "notes.txt").write_text("hello, world")
-    assert_refused(house, house.root / "notes.txt", 2, "it is neither ")
+    assert_import_refused(house, house.root / "notes.txt", 2, "it is neither ")
     (house.root / "empty").mkdir()
-    assert_refused(house, house.root / "empty", 2, "it has no ")
+    assert_import_refused(house, house.root / "empty", 2, "it has no ")
 
 
 def test_what_tierd_does_not_store_is_refused_by_name(house: House) -> None:
     entry = {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}
     path = write(house.root / "model.safetensors", {"body.weight": entry}, b"\0")
-    assert_refused(house, path, 2, "body.weight has the dtype F4, which tierd does not store")
+    assert_import_refused(house, path, 2, "body.weight has the dtype F4, which tierd does not store")
     entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     sharding = {"DCP_SHARDING_INFO": json.dumps({"weight": {"saved_offsets": [0]}})}
     path = write(house.root / "model.safetensors", {"__metadata__": sharding, "weight": entry}, bytes(4))
-    assert_refused(house, path, 2, "it has parts of tensors")
+    assert_import_refused(house, path, 2, "it has parts of tensors")
     path = write(house.root / "model.safetensors", {"__metadata__": {"format": "pt"}})
-    assert_refused(house, path, 2, "it has no tensor")
+    assert_import_refused(house, path, 2, "it has no tensor")
 
 
 @pytest.mark.parametrize(
@@ -194,13 +186,15 @@ def test_what_tierd_does_not_store_is_refused_by_name(house: House) -> None:
     ],
 )
 def test_a_header_that_breaks_the_format_is_refused(house: House, table: Any) -> None:
-    assert_refused(house, write(house.root / "model.safetensors", table, bytes(4)), 12, "read the header of")
+    assert_import_refused(house, write(house.root / "model.safetensors", table, bytes(4)), 12, "read the header of")
 
 
 def test_a_shard_of_tierd_is_refused(house: House) -> None:
     save_file({"weight": torch.ones(3)}, house.root / "model.safetensors")
     house.json("import", house.root / "model.safetensors", "--run", "run", "--step", "3")
-    assert_refused(house, next(folder_of(house, "run").glob("*.safetensors")), 2, "a shard of a checkpoint of tierd")
+    assert_import_refused(
+        house, next(folder_of(house, "run").glob("*.safetensors")), 2, "a shard of a checkpoint of tierd"
+    )
 
 
 def test_a_file_that_is_written_meanwhile_is_refused(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,4 +208,4 @@ def test_a_file_that_is_written_meanwhile_is_refused(house: House, monkeypatch: 
         return await verify_files(*arguments, **options)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(import_, "verify_files", verify_late)
-    assert_refused(house, path, 1, "it was written meanwhile")
+    assert_import_refused(house, path, 1, "it was written meanwhile")

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tierd_client import DictState, TrainingState
 from tierd_client.state.training_state import architecture_of
 
-from tests.support.cli import House, make_house
+from tests.support.cli import House, assert_import_refused, make_house
 from tests.support.daemon import Daemon
 from tests.support.small_disk import small_disk
 from tests.support.state import Training, assert_same
@@ -79,15 +79,6 @@ def strange_tensors() -> dict[str, torch.Tensor]:
         "scalar": torch.tensor(3),
         "wide": torch.tensor([1 << 63], dtype=torch.uint64),
     }
-
-
-def assert_refused(house: House, path: Path, code: int, message: str, *more: str) -> str:
-    result = house.tierd("import", path, "--run", "new", "--step", "3", *more)
-    assert result.exit_code == code, result.output
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) <= 2, "one line, and a hint"
-    assert not (house.hot / "new").exists()
-    return result.stderr
 
 
 def exported(house: House, run: str = "new") -> Any:
@@ -183,7 +174,9 @@ def test_code_in_a_file_is_named_and_never_run(house: House, *, is_zip: bool) ->
     made = house.root / "made"
     value = {"weight": torch.ones(3), "hook": Payload(made)}
     path = saved(house.root / "step.pt", value, _use_new_zipfile_serialization=is_zip)
-    assert_refused(house, path, 2, "its pickle names posix.mknod, and torch.load(weights_only=True) refuses that")
+    assert_import_refused(
+        house, path, 2, "its pickle names posix.mknod, and torch.load(weights_only=True) refuses that"
+    )
     assert not made.exists()
     torch.load(path, weights_only=False)
     assert made.exists(), "the file would have run its code"
@@ -191,7 +184,7 @@ def test_code_in_a_file_is_named_and_never_run(house: House, *, is_zip: bool) ->
 
 @pytest.mark.parametrize("value", [torch.nn.Linear(2, 2), {"args": Path("x")}, {"rng": np.random.get_state()}])
 def test_objects_of_classes_are_refused_by_name(house: House, value: object) -> None:
-    stderr = assert_refused(house, saved(house.root / "step.pt", value), 2, "its pickle names ")
+    stderr = assert_import_refused(house, saved(house.root / "step.pt", value), 2, "its pickle names ")
     assert any(name in stderr for name in ("torch.nn.modules.linear.Linear", "pathlib.", "numpy."))
 
 
@@ -209,14 +202,14 @@ def test_objects_of_classes_are_refused_by_name(house: House, value: object) -> 
     ],
 )
 def test_what_a_snapshot_refuses_is_refused_by_name(house: House, value: object, message: str) -> None:
-    assert_refused(house, saved(house.root / "step.pt", value), 2, message)
+    assert_import_refused(house, saved(house.root / "step.pt", value), 2, message)
 
 
 def test_a_key_that_is_no_model_is_refused(house: House) -> None:
     path = saved(house.root / "step.pt", {"model": {"weight": torch.ones(3)}, "epoch": 1})
-    assert_refused(house, path, 10, "it has no key 'net'", "--model", "net")
-    assert_refused(house, path, 2, "its entry 'epoch' is no state dict of a model", "--model", "epoch")
-    assert_refused(house, path, 10, "there is none", "--model", "model", "--like", "run/5")
+    assert_import_refused(house, path, 10, "it has no key 'net'", "--model", "net")
+    assert_import_refused(house, path, 2, "its entry 'epoch' is no state dict of a model", "--model", "epoch")
+    assert_import_refused(house, path, 10, "there is none", "--model", "model", "--like", "run/5")
     result = house.tierd("import", path, "--run", "new")
     assert (result.exit_code, "does not say its step" in result.stderr) == (2, True), result.output
 
@@ -240,7 +233,7 @@ def test_a_flipped_bit_in_a_tensor_is_refused(house: House) -> None:
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
     assert not torch.equal(torch.load(path, weights_only=True)["weight"], torch.ones(3000))
-    assert_refused(house, path, 12, "data/0 does not have its checksum")
+    assert_import_refused(house, path, 12, "data/0 does not have its checksum")
 
 
 def packed_again(path: Path, compression: int, *, cut: bool = False) -> Path:
@@ -257,8 +250,10 @@ def test_storages_that_are_compressed_or_cut_in_an_archive_are_refused(house: Ho
     """torch maps the file: it would take the compressed bytes, or what follows, for values."""
     value = {"weight": torch.arange(100.0), "bias": torch.ones(3)}
     path = saved(house.root / "step.pt", value)
-    assert_refused(house, packed_again(path, zipfile.ZIP_DEFLATED), 2, "its entries are compressed")
-    assert_refused(house, packed_again(saved(path, value), zipfile.ZIP_STORED, cut=True), 12, "weight: its storage")
+    assert_import_refused(house, packed_again(path, zipfile.ZIP_DEFLATED), 2, "its entries are compressed")
+    assert_import_refused(
+        house, packed_again(saved(path, value), zipfile.ZIP_STORED, cut=True), 12, "weight: its storage"
+    )
     house.json("import", packed_again(saved(path, value), zipfile.ZIP_STORED), "--run", "new", "--step", "3")
     assert_same(exported(house)["model"], value)
 
@@ -267,24 +262,24 @@ def test_an_archive_with_two_entries_of_one_name_is_refused(house: House) -> Non
     path = saved(house.root / "step.pt", {"weight": torch.ones(2)})
     with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
         archive.writestr(next(name for name in archive.namelist() if name.endswith("data/0")), bytes(8))
-    assert_refused(house, path, 12, "two entries of the archive have one name")
+    assert_import_refused(house, path, 12, "two entries of the archive have one name")
 
 
 def test_an_archive_of_another_program_is_refused(house: House) -> None:
     with zipfile.ZipFile(house.root / "other.pt", "w") as archive:
         archive.writestr("notes.txt", "hello")
-    assert_refused(house, house.root / "other.pt", 12, "torch cannot read it")
+    assert_import_refused(house, house.root / "other.pt", 12, "torch cannot read it")
     buffer = io.BytesIO()
     torch.save({"weight": torch.ones(3)}, buffer, pickle_protocol=4)
     (house.root / "step.pt").write_bytes(buffer.getvalue())
-    assert_refused(house, house.root / "step.pt", 2, "Unsupported operand")
+    assert_import_refused(house, house.root / "step.pt", 2, "Unsupported operand")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_folder_of_torch_distributed_checkpoint_is_refused_with_what_to_do(house: House) -> None:
     folder = house.root / "step-3"
     dcp.save({"weight": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
-    assert "dcp_to_torch FOLDER FILE.pt" in assert_refused(house, folder, 2, "torch.distributed.checkpoint")
+    assert "dcp_to_torch FOLDER FILE.pt" in assert_import_refused(house, folder, 2, "torch.distributed.checkpoint")
 
 
 @pytest.mark.usefixtures("forked_python")
@@ -292,7 +287,7 @@ def test_without_room_nothing_is_left(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", size_mib=12) as disk:
         house = make_house(disk)
         path = saved(tmp_path / "step.pt", {"weight": torch.ones(2 << 20)})
-        assert_refused(house, path, 16, "bytes are needed")
+        assert_import_refused(house, path, 16, "bytes are needed")
         assert not list(disk.rglob("*.partial"))
 
 
@@ -305,4 +300,4 @@ def test_a_file_that_is_written_meanwhile_is_refused(house: House, monkeypatch: 
         return await verify_files(*arguments, **options)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(import_, "verify_files", verify_late)
-    assert_refused(house, path, 1, "it was written meanwhile")
+    assert_import_refused(house, path, 1, "it was written meanwhile")

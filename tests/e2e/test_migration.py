@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer, Training, together
+from tests.support.topology import ranks_by
+from tests.support.trainer import Training, together
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/migrate.md"
 
@@ -36,8 +35,8 @@ def build_model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 3))
 
 
-def arrange(training: Training, rank: int, rendezvous: str, kind: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+def arrange(training: Training, rank: int, world_size: int, rendezvous: str, kind: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     model = build_model()
     match kind:
         case "FSDP1":
@@ -84,31 +83,19 @@ def migrate(training: Training, code: str) -> None:
     )
 
 
-@contextmanager
-def ranks(daemon: Daemon, kind: str) -> Generator[list[Trainer]]:
-    with Trainer() as first, Trainer() as second:
-        rendezvous = str(daemon.root / f"rendezvous-{first.pid}")
-        for rank, trainer in enumerate((first, second)):
-            trainer.begin("apply", arrange, rank, rendezvous, kind)
-        for trainer in (first, second):
-            trainer.end()
-        together((first, second), "connect", daemon.socket)
-        yield [first, second]
-
-
 @pytest.mark.parametrize(
     ("old", "new"), [pytest.param("ZeroRedundancyOptimizer", "DDP", marks=pytest.mark.long), ("FSDP1", "FSDP2")]
 )
 def test_training_is_migrated_by_the_code_of_the_guide(tmp_path: Path, old: str, new: str) -> None:
     (code,) = re.findall(rf"## {old}\n.*?```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     with Daemon(tmp_path) as daemon:
-        with ranks(daemon, old) as trainers:
+        with ranks_by(arrange, daemon, 2, old) as trainers:
             together(trainers, "apply", train, 3)
             together(trainers, "apply", migrate, code)
-        with ranks(daemon, old) as trainers:
+        with ranks_by(arrange, daemon, 2, old) as trainers:
             together(trainers, "apply", train, 3)
             expected = together(trainers, "apply", train, 3)
-        with ranks(daemon, new) as trainers:
+        with ranks_by(arrange, daemon, 2, new) as trainers:
             assert [found.step for found in together(trainers, "restore")] == [3, 3]
             losses = together(trainers, "apply", train, 3)
     for rank in range(2):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer, Training, refusals, together
+from tests.support.topology import ranks_by
+from tests.support.trainer import Training, refusals, together
 
 PER_RANK = ["model.expert", "ema.*"]
 
@@ -55,34 +54,21 @@ def train(training: Training, steps: int) -> list[float]:
     return losses
 
 
-@contextmanager
-def ranks(daemon: Daemon, count: int, is_sharded: bool, per_rank: list[str]) -> Generator[list[Trainer]]:
-    with ExitStack() as stack:
-        trainers = [stack.enter_context(Trainer()) for _ in range(count)]
-        rendezvous = str(daemon.root / f"rendezvous-{trainers[0].pid}")
-        for rank, trainer in enumerate(trainers):
-            trainer.begin("apply", arrange, rank, count, rendezvous, is_sharded, per_rank)
-        for trainer in trainers:
-            trainer.end()
-        together(trainers, "connect", daemon.socket)
-        yield trainers
-
-
 @pytest.mark.parametrize("is_sharded", [pytest.param(False, marks=pytest.mark.long), True])
 def test_experts_of_each_rank_and_their_moments_are_restored_and_refused_on_one_rank(
     tmp_path: Path, is_sharded: bool
 ) -> None:
     with Daemon(tmp_path) as daemon:
-        with ranks(daemon, 2, is_sharded, PER_RANK) as trainers:
+        with ranks_by(arrange, daemon, 2, is_sharded, PER_RANK) as trainers:
             together(trainers, "apply", train, 2)
             together(trainers, "durable")
             expected: list[Any] = together(trainers, "apply", train, 3)
         assert expected[0] != expected[1]
-        with ranks(daemon, 2, is_sharded, PER_RANK) as trainers:
+        with ranks_by(arrange, daemon, 2, is_sharded, PER_RANK) as trainers:
             assert [found.step for found in together(trainers, "restore")] == [2, 2]
             assert together(trainers, "apply", train, 3) == expected
         if not is_sharded:
-            with ranks(daemon, 1, is_sharded, PER_RANK) as trainers:
+            with ranks_by(arrange, daemon, 1, is_sharded, PER_RANK) as trainers:
                 (error,) = refusals(trainers, "restore")
                 assert isinstance(error, tierd_client.Mismatch)
                 assert "ema.loss: it differs between the 2 ranks" in error.message
@@ -95,7 +81,7 @@ def test_what_differs_and_is_not_named_is_refused_and_the_hint_names_per_rank(
     tmp_path: Path, is_sharded: bool, per_rank: list[str], refused: str
 ) -> None:
     """Experts as DTensors on a mesh of one rank have the same names and offsets on both ranks."""
-    with Daemon(tmp_path) as daemon, ranks(daemon, 2, is_sharded, per_rank) as trainers:
+    with Daemon(tmp_path) as daemon, ranks_by(arrange, daemon, 2, is_sharded, per_rank) as trainers:
         together(trainers, "apply", train, 1)
         for error in refusals(trainers, "snapshot"):
             assert isinstance(error, tierd_client.Unsupported)

@@ -217,3 +217,13 @@ def _entry(name: str, shard: bytes) -> FileEntry:
         for offset, length in checksum.chunk_ranges(len(shard), CHUNK_BYTES)
     ]
     return file_entry(name, len(shard), CHUNK_BYTES, chunks)
+
+
+def assert_import_refused(house: House, path: Path, code: int, message: str, *more: str) -> str:
+    """`tierd import` as step 3 of the run `new`. Returns what it printed on stderr."""
+    result = house.tierd("import", path, "--run", "new", "--step", "3", *more)
+    assert result.exit_code == code, result.output
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) <= 2, "one line, and a hint"
+    assert not (house.hot / "new").exists()
+    return result.stderr

@@ -241,3 +241,11 @@ def names(state: TrainingState) -> set[str]:
 def plan(state: TrainingState, source: SourceFile) -> None:
     """Plans the restore of the shard into the state, without reading it."""
     state.plan_restore(StoredState(source.shard().tierd["state"], read_headers([source])[1]))
+
+
+def of_bfloat16() -> TrainingState:
+    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    return TrainingState(model=model, optimizer=optimizer)

@@ -147,11 +147,21 @@ def generators(training: Training) -> bytes:
 @contextmanager
 def arranged(daemon: Daemon, topology: str, world_size: int, *, dtype: str = "float32") -> Generator[list[Trainer]]:
     """Connected ranks of one run, killed at the end."""
+    with ranks_by(arrange, daemon, world_size, topology, dtype) as trainers:
+        yield trainers
+
+
+@contextmanager
+def ranks_by(
+    work: Callable[..., None], daemon: Daemon, world_size: int, *arguments: object
+) -> Generator[list[Trainer]]:
+    """The same of a test's own training: `work` gets the training, the rank, the world size, the rendezvous and
+    `arguments`."""
     with ExitStack() as stack:
         trainers = [stack.enter_context(Trainer()) for _ in range(world_size)]
         rendezvous = str(daemon.root / f"rendezvous-{trainers[0].pid}")
         for rank, trainer in enumerate(trainers):
-            trainer.begin("apply", arrange, rank, world_size, rendezvous, topology, dtype)
+            trainer.begin("apply", work, rank, world_size, rendezvous, *arguments)
         for trainer in trainers:
             trainer.end()
         together(trainers, "connect", daemon.socket)

@@ -24,7 +24,6 @@ from tests.support.simulation.daemon import EPOCH, Connection, SimulatedDaemon
 from tests.support.simulation.loop import OWNER, Process
 from tests.support.simulation.nodes_checker import NodesChecker, shard_name
 from tests.support.simulation.trainer import (
-    ANSWER_TIMEOUT_S,
     MILESTONE_STEPS,
     SLOTS,
     SLOW_S,
@@ -35,7 +34,9 @@ from tests.support.simulation.trainer import (
     is_intact,
     make_memfd,
     make_shard,
+    next_answer,
     read_and_close,
+    sealed_message,
 )
 from tierd.format import wire
 
@@ -55,15 +56,7 @@ class NodeRank:
         self.welcome: wire.Welcome | None = None
 
     async def answer(self, kind: type) -> Any:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            answer = await self.answers.get()
-        if answer is None:
-            raise Disconnected
-        message, descriptors = answer
-        if isinstance(message, wire.Refused):
-            raise Refusal(message.kind)
-        assert isinstance(message, kind), message
-        return (message, descriptors) if kind is wire.FoundReplica else message
+        return await next_answer(self.answers, kind)
 
     async def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
         if self.connection is None:
@@ -388,7 +381,9 @@ class NodeTrainers:
         for rank, content in zip(self._ranks, files.values(), strict=True):
             index = next(index for index, slot in enumerate(rank.slots) if slot.sealed is None)
             os.pwrite(rank.slots[index].descriptor, content, 0)
-            sealed = rank.slots[index].sealed = self._sealed(index, len(content), created_at)
+            sealed = rank.slots[index].sealed = sealed_message(
+                index, self.step, len(content), created_at=created_at, number=self._number
+            )
             try:
                 await rank.send(wire.Filling(slot=sealed.slot, step=self.step))
                 await rank.send(sealed)
@@ -402,19 +397,3 @@ class NodeTrainers:
     def _shard(self, checkpoint: Id, rank: NodeRank) -> bytes:
         content = make_shard(self.holder, checkpoint, rank.number)
         return NAN + content[len(NAN) :] if rank.node in self._poisoned else content
-
-    def _sealed(self, index: int, size_bytes: int, created_at: str) -> wire.Sealed:
-        return wire.Sealed(
-            slot=index,
-            step=self.step,
-            size_bytes=size_bytes,
-            created_at=created_at,
-            stall_s=0.01,
-            metrics={},
-            milestone=f"step{self.step}" if self.step % MILESTONE_STEPS == 0 else None,
-            parent=None,
-            architecture_hash="0",
-            versions={},
-            resent=False,
-            number=self._number,
-        )

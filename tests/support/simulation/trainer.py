@@ -24,6 +24,7 @@ from awscrt.checksums import crc64nvme
 from tests.support.simulation.checker import Checker, Id
 from tests.support.simulation.daemon import EPOCH, Connection, SimulatedDaemon
 from tests.support.simulation.loop import OWNER, Process
+from tests.support.slots import make_sealed
 from tierd.format import wire
 
 SLOTS = 2
@@ -154,7 +155,7 @@ class SimulatedTrainer:
             )
             faults, began_s = self._faults(), asyncio.get_running_loop().time()
             await self._send(rank, hello)
-            welcome = await self._answer(rank, wire.Welcome)
+            welcome = await next_answer(rank.answers, wire.Welcome)
             if self.generation is None:
                 self.generation = welcome.generation
                 self._trace("claimed", self.name, welcome.generation)
@@ -201,17 +202,6 @@ class SimulatedTrainer:
         has_other_holders = len(self._checker.holders[self.job.run, self.generation or 0]) > 1
         return has_other_holders and step not in self._files
 
-    async def _answer(self, rank: _Rank, kind: type) -> Any:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            answer = await rank.answers.get()
-        if answer is None:
-            raise Disconnected
-        message, descriptors = answer
-        if isinstance(message, wire.Refused):
-            raise Refusal(message.kind)
-        assert isinstance(message, kind), message
-        return (message, descriptors) if kind is wire.FoundReplica else message
-
     # ── restore ──
 
     async def _restore(self) -> None:
@@ -227,7 +217,7 @@ class SimulatedTrainer:
             restored, files = None, {}
             await self._send(self._ranks[0], find)
             try:
-                found, descriptors = await self._answer(self._ranks[0], wire.FoundReplica)
+                found, descriptors = await next_answer(self._ranks[0].answers, wire.FoundReplica)
             except Refusal as refused:
                 if refused.kind != "not_found":
                     raise
@@ -289,27 +279,33 @@ class SimulatedTrainer:
         for rank, content in zip(self._ranks, files.values(), strict=True):
             index = next(index for index, slot in enumerate(rank.slots) if slot.sealed is None)
             os.pwrite(rank.slots[index].descriptor, content, 0)
-            sealed = rank.slots[index].sealed = self._sealed(index, len(content))
+            sealed = rank.slots[index].sealed = sealed_message(index, self.step, len(content))
             filled.append((rank, sealed))
         for rank, sealed in filled:
             await self._send(rank, wire.Filling(slot=sealed.slot, step=self.step))
             await self._send(rank, sealed)
             await asyncio.sleep(0.01)
 
-    def _sealed(self, index: int, size_bytes: int) -> wire.Sealed:
-        return wire.Sealed(
-            slot=index,
-            step=self.step,
-            size_bytes=size_bytes,
-            created_at=EPOCH.isoformat(),
-            stall_s=0.01,
-            metrics={},
-            milestone=f"step{self.step}" if self.step % MILESTONE_STEPS == 0 else None,
-            parent=None,
-            architecture_hash="0",
-            versions={},
-            resent=False,
-        )
+
+async def next_answer(answers: asyncio.Queue[tuple[Any, list[int]] | None], kind: type) -> Any:
+    """With its descriptors if it is FoundReplica."""
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        answer = await answers.get()
+    if answer is None:
+        raise Disconnected
+    message, descriptors = answer
+    if isinstance(message, wire.Refused):
+        raise Refusal(message.kind)
+    assert isinstance(message, kind), message
+    return (message, descriptors) if kind is wire.FoundReplica else message
+
+
+def sealed_message(
+    slot: int, step: int, size_bytes: int, *, created_at: str = EPOCH.isoformat(), number: int = 0
+) -> wire.Sealed:
+    milestone = f"step{step}" if step % MILESTONE_STEPS == 0 else None
+    fields = {"created_at": created_at, "metrics": {}, "milestone": milestone, "number": number}
+    return make_sealed(step, size_bytes, slot=slot, **fields)
 
 
 def make_shard(trainer: str, checkpoint: Id, rank: int) -> bytes:
