@@ -23,7 +23,7 @@ from tests.support.trainer import Trainer
 from tests.support.waiting import DEADLINE_S
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.cli.options import Settings
-from tierd.cli.status import _print  # pyright: ignore[reportPrivateUsage]
+from tierd.cli.status import print_status
 from tierd.format import layout
 from tierd.status.alarm_rules import alarms
 from tierd.status.report import FailureReport, LostReplica, QueueReport, RunReport, StatusReport, TierReport
@@ -42,7 +42,7 @@ HOT = TierReport(name="hot", url="file:///nvme", is_known=True, checkpoints=3, u
 
 def shown(capsys: pytest.CaptureFixture[str], cold: TierReport, run: RunReport = RUN) -> str:
     status = StatusReport(version="0", node="n1", pid=1, uptime_s=9.0, is_ready=True, runs=[run], tiers=[HOT, cold])
-    _print(status, Settings(None))
+    print_status(status, Settings(None))
     is_reserved = run is RUN and not cold.is_known
     assert ("at step 5 from cold, which is not reachable" in run_page(status, run, [], {})) is is_reserved
     return capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_one_failure_is_on_the_screen_twice_and_not_once_for_each_stage(capsys: 
         halted=[f"tier_unreachable: cold: {error}"],
     )
     status.alarms = alarms(status, NOW)
-    _print(status, Settings(None))
+    print_status(status, Settings(None))
     text = capsys.readouterr().out
     assert (text.count(error), text.count("is it up?")) == (2, 1), text
 
@@ -138,7 +138,7 @@ def test_a_lost_checkpoint_is_named_once(capsys: pytest.CaptureFixture[str]) -> 
     lost = [LostReplica(run="gpt", step=5, generation=1, tier="cold")]
     status = StatusReport(version="0", node="n1", pid=1, uptime_s=9.0, is_ready=True, lost=lost, failures=failures)
     status.alarms = alarms(status, datetime.now(UTC))
-    _print(status, Settings(None))
+    print_status(status, Settings(None))
     text = capsys.readouterr().out
     assert text.count("disappeared from cold") == 1
     assert "the marker of cold is gone" in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierd.cli.options import Settings
-from tierd.cli.status import _print  # pyright: ignore[reportPrivateUsage]
+from tierd.cli.status import print_status
 from tierd.status.outlook import outlook
 from tierd.status.report import Alarm, DiskForecast, QueueReport, Severity, StatusReport, TierReport
 from tierd.web.pages import overview_page
@@ -24,7 +24,7 @@ def test_a_disk_that_will_be_full_is_named_with_its_time_and_how_long_it_is_unti
 ) -> None:
     line = "hot FULL at 2026-11-28 03:12 UTC, in 4 h 12 min, at this pace; docs/RUNBOOK.md#disk-full"
     assert outlook(status(FULL)) == [line]
-    _print(status(FULL), Settings(None))
+    print_status(status(FULL), Settings(None))
     assert line in capsys.readouterr().out.splitlines()
     assert line in overview_page(status(FULL), [], {})
 
@@ -40,7 +40,7 @@ def test_what_hot_keeps_for_a_late_cold_tier_is_named() -> None:
 def test_where_all_is_well_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     for disk in (None, DiskForecast(verdict="fits")):
         assert outlook(status(disk, queue=QueueReport(tier="cold", checkpoints=0, copy_s=5.0, due_every_s=9.0))) == []
-    _print(status(), Settings(None))
+    print_status(status(), Settings(None))
     assert capsys.readouterr().out.endswith("file:///nvme\n"), "no empty line"
     assert "Nothing was written in the last minute." in overview_page(status(), [], {})
 

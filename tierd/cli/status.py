@@ -102,7 +102,7 @@ async def _watch_once(settings: Settings, *, as_json: bool) -> None:
     if sys.stdout.isatty():
         typer.echo("\x1b[2J\x1b[H", nl=False)  # an empty screen
     if report is not None:
-        print_report(report, as_json=as_json, text=lambda report: _print(report, settings))
+        print_report(report, as_json=as_json, text=lambda report: print_status(report, settings))
     if unreachable is not None:
         print_note(f"tierd: {unreachable.message}", *([f"  hint: {unreachable.hint}"] if unreachable.hint else []))
 
@@ -123,7 +123,7 @@ async def _status(settings: Settings, *, as_json: bool, is_check: bool) -> int:
     if is_check and not as_json:
         _print_check(report)
     else:
-        print_report(report, as_json=as_json, text=lambda report: _print(report, settings))
+        print_report(report, as_json=as_json, text=lambda report: print_status(report, settings))
     if is_check:
         return max((_CODES[alarm.severity] for alarm in report.alarms), default=0)
     if unreachable is not None:
@@ -176,7 +176,7 @@ def _run_report(catalog: Catalog, run: Run, on_hot_disk: Set[str]) -> RunReport:
     return report
 
 
-def _print(report: StatusReport, settings: Settings) -> None:
+def print_status(report: StatusReport, settings: Settings) -> None:
     if report.pid is None and report.holder is not None:
         print_result(f"the daemon, pid {report.holder.pid}, does not answer; the tiers were read just now", "")
     elif report.pid is None and report.silence:
