@@ -1,4 +1,4 @@
-"""While all nodes work, there is always a step that all of them have. When a run has left a node, its parts go there."""
+"""While all nodes work, all of them have some step. When a run has left a node, its parts go there."""
 
 from __future__ import annotations
 
