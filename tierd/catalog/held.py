@@ -32,13 +32,13 @@ async def look_at(
     await identities.check(tier)
     differing: list[CheckpointId] = []
 
-    async def look(checkpoint: CheckpointId) -> None:
+    async def compare(checkpoint: CheckpointId) -> None:
         if not await _agrees(catalog, tier, identities, checkpoint):
             differing.append(checkpoint)
 
     for run in sorted(runs):
         await _look_for_claim(catalog, tier, run)
-    await for_each(AT_ONCE, list(held), look)
+    await for_each(AT_ONCE, list(held), compare)
     if not differing:
         catalog.looked(tier.name)
     return not differing

@@ -104,10 +104,10 @@ async def next_sequence(
     is_new = catalog.sequence_max(run) == 0
     unknown = [tier for tier in cold if not catalog.tiers[tier.name].is_known]
     not_yet = {tier.name for tier in unknown if catalog.tiers[tier.name].error == NOT_LISTED_YET}
-    asked = catalog.asked_for_sequence.setdefault(run, set())
-    unlisted = [tier for tier in unknown if is_new or tier.name in not_yet - asked]
+    asked_before = catalog.asked_for_sequence.setdefault(run, set())
+    unlisted = [tier for tier in unknown if is_new or tier.name in not_yet - asked_before]
     await asyncio.gather(*map(list_in, unlisted))
-    asked |= not_yet  # only now, so that a second caller meanwhile waits, too
+    asked_before |= not_yet  # only now, so that a second caller meanwhile waits, too
     return max(catalog.sequence_max(run), in_memory(run)) + 1
 
 
@@ -238,7 +238,7 @@ async def _manifests(
 
     Read where this tier lists one for the first time, or with another size or ETag: the manifest in hot proves nothing
     about the replica in cold."""
-    found: dict[CheckpointId, Manifest] = {}
+    readable: dict[CheckpointId, Manifest] = {}
     unreadable: dict[CheckpointId, str] = {}
     newer_format: set[CheckpointId] = set()
     foreign: dict[str, str] = {}
@@ -249,7 +249,7 @@ async def _manifests(
             await asyncio.sleep(0)
         known = catalog.in_tier(tier.name).get(checkpoint)
         if known and read_before.get(checkpoint) == listing.fingerprints[checkpoint]:
-            found[checkpoint] = known.held(tier.name)
+            readable[checkpoint] = known.held(tier.name)
         else:
             unread.append(checkpoint)
     # Small ones come first, so that a few large ones, which anyone who can write to a bucket can put there, displace no
@@ -269,7 +269,7 @@ async def _manifests(
         if tier.keyring is not None and (why := memory.refusal(checkpoint)):
             unreadable[checkpoint] = why
         else:
-            found[checkpoint] = manifest
+            readable[checkpoint] = manifest
 
     if tier.cache is not None and len(unread) > BATCH:
         cached = await tier.cache.read({c: listing.fingerprints[c] for c in unread}, tier.keyring)
@@ -299,8 +299,8 @@ async def _manifests(
                 if isinstance(manifest, NewerFormat):
                     newer_format.add(checkpoint)
     if tier.cache is not None and len(unread) > BATCH:
-        await tier.cache.write(found, listing.fingerprints)
-    for count, (checkpoint, manifest) in enumerate(list(found.items()), start=1):
+        await tier.cache.write(readable, listing.fingerprints)
+    for count, (checkpoint, manifest) in enumerate(list(readable.items()), start=1):
         if count % OBJECTS_AT_ONCE == 0:
             await asyncio.sleep(0)
         known, why = catalog.get(checkpoint), ""
@@ -312,11 +312,11 @@ async def _manifests(
             listing.files[checkpoint] = await files_of(tier, checkpoint)
             why = why or manifest.missing_file(listing.files[checkpoint])
         if listing.record(checkpoint) not in listing.files[checkpoint]:
-            del found[checkpoint]
+            del readable[checkpoint]
         elif why:
-            del found[checkpoint]
+            del readable[checkpoint]
             unreadable[checkpoint] = f"{checkpoint} in {tier.name}: {why}"
-    return found, unreadable, newer_format, foreign
+    return readable, unreadable, newer_format, foreign
 
 
 def _known_foreign(tier: Tier, unread: Iterable[CheckpointId], listing: Listing) -> dict[CheckpointId, str]:

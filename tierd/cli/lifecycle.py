@@ -41,7 +41,8 @@ async def lifecycle(
         print_json(report)
     elif report.planned:
         rows = [
-            [one.action, one.tier, one.run, str(one.step), str(one.generation), one.reason] for one in report.planned
+            [planned.action, planned.tier, planned.run, str(planned.step), str(planned.generation), planned.reason]
+            for planned in report.planned
         ]
         table(["ACTION", "TIER", "RUN", "STEP", "GEN", "WHY"], rows, right=("STEP", "GEN"))
     else:

@@ -82,22 +82,22 @@ async def unmark(
     check_key(config)
     removal, of_run = layout.removal(name), None if run is None else check_run(run)
     layout.removed_milestone_file(name)  # refuses a bad name
-    found = [entry for entry in tiers.catalog.entries(of_run) if entry.all_marks & {name, removal}]
+    marked = [entry for entry in tiers.catalog.entries(of_run) if entry.all_marks & {name, removal}]
     if query is not None:
         chosen = select(query, selectable_replicas(tiers.catalog)).candidate.id
-        found = [entry for entry in found if entry.id == chosen]
-    elif any(name in entry.all_milestones for entry in found):  # others had it: a repeated command may mean those
-        found = [entry for entry in found if name in entry.all_milestones]
-    if not found:
+        marked = [entry for entry in marked if entry.id == chosen]
+    elif any(name in entry.all_milestones for entry in marked):  # others had it: a repeated command may mean those
+        marked = [entry for entry in marked if name in entry.all_milestones]
+    if not marked:
         names = sorted({each for entry in tiers.catalog.entries(of_run) for each in entry.all_milestones})
         hint = f"milestones: {listed(names, LISTED_MAX)}" if names else "`tierd ls` shows milestones"
         raise NotFound(f"remove the milestone {name}: no checkpoint has it", hint=hint)
-    if len(found) > 1:
+    if len(marked) > 1:
         raise BadConfig(
-            f"remove the milestone {name}: {listed([entry.id for entry in found], LISTED_MAX)} have it",
+            f"remove the milestone {name}: {listed([entry.id for entry in marked], LISTED_MAX)} have it",
             hint="--run, --step and --generation choose",
         )
-    (entry,) = found
+    (entry,) = marked
     check_signable(entry, config, f"remove the milestone {name} of {entry.id}")
     names = []
     removed_at = timestamp()

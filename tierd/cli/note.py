@@ -118,11 +118,11 @@ async def notes_of(tiers: OpenedTiers, checkpoint: CheckpointId) -> NotedCheckpo
 async def _read(tiers: OpenedTiers, run: Run, *, only: CheckpointId | None = None) -> dict[str, Note]:
     """The notes of a run, or of one checkpoint, by key, the oldest first. Those that cannot be read are reported and
     left out."""
-    found: dict[str, Note] = {}
+    notes: dict[str, Note] = {}
 
     async def read(tier: Tier, key: str) -> None:
         try:
-            found[key] = notes_format.decode(await tier.marker_bytes(key), key=key, where=tier.name)
+            notes[key] = notes_format.decode(await tier.marker_bytes(key), key=key, where=tier.name)
         except NotFound:
             pass  # deleted since it was listed
         except (Foreign, Corrupt) as error:
@@ -132,11 +132,11 @@ async def _read(tiers: OpenedTiers, run: Run, *, only: CheckpointId | None = Non
         keys = [stored.key for stored in await tier.store.list(notes_format.note_prefix(run))]
         parsed_keys = {key: parsed for key in keys if (parsed := notes_format.parse_note_key(key)) is not None}
         unread = [
-            key for key, (checkpoint, _) in parsed_keys.items() if key not in found and only in (None, checkpoint)
+            key for key, (checkpoint, _) in parsed_keys.items() if key not in notes and only in (None, checkpoint)
         ]
         newest = sorted(unread, key=lambda key: parsed_keys[key][1])[-NOTES_MAX:]
         await for_each(READS_AT_ONCE, newest, partial(read, tier))
-    return {key: found[key] for key in sorted(found, key=notes_format.order)}
+    return {key: notes[key] for key in sorted(notes, key=notes_format.order)}
 
 
 def _answering(tiers: OpenedTiers) -> list[Tier]:
@@ -150,21 +150,21 @@ def _checkpoint_of(key: str) -> CheckpointId:
     return parsed[0]
 
 
-def _noted(tiers: OpenedTiers, checkpoint: CheckpointId, found: list[Note]) -> NotedCheckpoint:
+def _noted(tiers: OpenedTiers, checkpoint: CheckpointId, notes: list[Note]) -> NotedCheckpoint:
     entry = tiers.catalog.get(checkpoint)
     return NotedCheckpoint(
         run=checkpoint.run,
         step=checkpoint.step,
         generation=checkpoint.generation,
         tiers=[] if entry is None else [name for name in tiers.by_name if name in entry.tiers],
-        tags=notes_format.tags(found),
-        notes=found,
+        tags=notes_format.tags(notes),
+        notes=notes,
     )
 
 
-def note_line(each: Note) -> str:
-    changes = [*(f"+{tag}" for tag in each.added), *(f"-{tag}" for tag in each.removed)]
-    return " ".join([f"{age(each.created_at)} ago, {each.author}:", *changes, *([each.text] if each.text else [])])
+def note_line(note: Note) -> str:
+    changes = [*(f"+{tag}" for tag in note.added), *(f"-{tag}" for tag in note.removed)]
+    return " ".join([f"{age(note.created_at)} ago, {note.author}:", *changes, *([note.text] if note.text else [])])
 
 
 def _print(reports: list[NotedCheckpoint]) -> None:
@@ -180,7 +180,7 @@ def _print(reports: list[NotedCheckpoint]) -> None:
             ",".join(report.tiers) or "deleted",
             ",".join(report.tags),
         ]
-        rows += [[*cells, note_line(one)] for one in report.notes]
+        rows += [[*cells, note_line(note)] for note in report.notes]
     table(["RUN", "STEP", "GEN", "TIERS", "TAGS", "NOTE"], rows, right=("STEP", "GEN"))
 
 

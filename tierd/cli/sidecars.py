@@ -109,7 +109,7 @@ async def write_newest(tiers: OpenedTiers, stored: Stored, into: Path, access: A
 async def stored_sidecars(tiers: OpenedTiers, runs: list[Run]) -> Stored:
     """What the segments of each version of each file give, in each tier that answers."""
     left_out = tiers.absent | tiers.catalog.unlisted().keys()
-    found: Stored = {}
+    versions: Stored = {}
     for name, tier in tiers.by_name.items():
         if name in left_out:
             continue
@@ -118,9 +118,9 @@ async def stored_sidecars(tiers: OpenedTiers, runs: list[Run]) -> Stored:
             for stored in await tier.store.list(all_segments_prefix(run)):
                 if (segment := parse_segment(stored.key)) is not None:
                     segments.setdefault(_key_of(segment), []).append(segment)
-        for key, each in segments.items():
-            found.setdefault(key, {})[name] = branches(each)
-    return found
+        for key, of_version in segments.items():
+            versions.setdefault(key, {})[name] = branches(of_version)
+    return versions
 
 
 async def _write(

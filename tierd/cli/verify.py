@@ -89,33 +89,41 @@ async def verify(
         if unreachable == checked:
             name = min(checked)
             raise TierUnreachable(f"list {name}: {unlisted[name]}")
-        lost = {(name, c) for name, c in lost if not ((entry := tiers.catalog.get(c)) and name in entry.tiers)}
-        found = _matching(query, tiers, checked, lost, is_newest_only=step == "latest")
-        if not found:
+        lost = {(name, gone) for name, gone in lost if not _is_listed(tiers, name, gone)}
+        selected = _matching(query, tiers, checked, lost, is_newest_only=step == "latest")
+        if not selected:
             where = f" of {place}" if place else ""
             named_query = replace(query, tier=tier or query.tier)
             raise NotFound(f"verify {named_query}{where}: there is none", hint="`tierd ls` shows what there is")
-        with progress_bar("verifying", sum(size_bytes for _, _, size_bytes, _ in found)) as progress:
-            for name, checkpoint, _, why in found:
-                one = Verified(run=checkpoint.run, step=checkpoint.step, generation=checkpoint.generation, tier=name)
+        with progress_bar("verifying", sum(size_bytes for _, _, size_bytes, _ in selected)) as progress:
+            for name, checkpoint, _, why in selected:
+                replica = Verified(
+                    run=checkpoint.run, step=checkpoint.step, generation=checkpoint.generation, tier=name
+                )
                 try:
                     is_there = await _check(
-                        one, tiers, checkpoint, why, is_deep=deep, is_repair=repair, progress=progress
+                        replica, tiers, checkpoint, why, is_deep=deep, is_repair=repair, progress=progress
                     )
                 except Foreign as error:
-                    one.problems, is_there = [error.message], True
+                    replica.problems, is_there = [error.message], True
                 except (NewerFormat, TierUnreachable) as error:
-                    one.unread, is_there = error.message, True
+                    replica.unread, is_there = error.message, True
                     unread.append(error)
                 if not is_there and (name, checkpoint) in lost:
-                    one.problems, is_there = [f"{checkpoint} disappeared from {name}; tierd has not deleted it"], True
-                replicas += [one] * is_there
+                    replica.problems = [f"{checkpoint} disappeared from {name}; tierd has not deleted it"]
+                    is_there = True
+                replicas += [replica] * is_there
         if place is None:
             _note_waiting(tiers, settings.config(), checked)
     print_report(replicas, as_json=json, text=_print)
     if any(not replica.is_whole and replica.unread is None for replica in replicas):
         return Corrupt.exit_code
     return exit_code(unread, of=len(replicas)) or (PARTIAL if unreachable else 0)
+
+
+def _is_listed(tiers: OpenedTiers, name: str, checkpoint: CheckpointId) -> bool:
+    entry = tiers.catalog.get(checkpoint)
+    return entry is not None and name in entry.tiers
 
 
 def _print(replicas: list[Verified]) -> None:
@@ -129,13 +137,14 @@ def _print(replicas: list[Verified]) -> None:
         if replica.unread:
             print_note(f"tierd: not verified: {replica.unread}")
     whole = [replica for replica in replicas if replica.is_whole]
-    counts = Counter(one.how for one in whole)
+    counts = Counter(replica.how for replica in whole)
     proofs = ", ".join(f"{counts[proof.value]} {text}" for proof, text in _PROOFS.items() if counts[proof.value])
+    verified_bytes = sum(replica.size_bytes for replica in whole)
     print_result(
-        f"{len(whole)} of {len(replicas)} replicas are whole: {size(sum(one.size_bytes for one in whole))} verified"
+        f"{len(whole)} of {len(replicas)} replicas are whole: {size(verified_bytes)} verified"
         + (f" ({proofs})" if counts.keys() - {Proof.DEEP.value} else "")
     )
-    for name in sorted({one.tier for one in whole if one.how == Proof.SIZE.value}):
+    for name in sorted({replica.tier for replica in whole if replica.how == Proof.SIZE.value}):
         print_note(f"tierd: {name} keeps no checksums: only files and sizes were compared; --deep reads every byte")
 
 

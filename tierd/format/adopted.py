@@ -175,7 +175,9 @@ def merged(trees: Mapping[int, AdoptedTree], manifest: Manifest) -> AdoptedTree:
                 newer = msgspec.structs.replace(other, modified_ns=entry.modified_ns)
                 kept[entry.path] = (other_node, newer)
     if conflicts:
-        named = [f"{ascii(path)[1:-1]} (nodes {one} and {two})" for path, (one, two) in conflicts.items()]
+        named = [
+            f"{ascii(path)[1:-1]} (nodes {node} and {other_node})" for path, (node, other_node) in conflicts.items()
+        ]
         raise Unsupported(
             f"merge the folders of the {len(trees)} nodes of {manifest.id}: they differ in {listed(named)}",
             hint="--node N restores the folder of one node as it was",
@@ -184,11 +186,11 @@ def merged(trees: Mapping[int, AdoptedTree], manifest: Manifest) -> AdoptedTree:
     return msgspec.structs.replace(trees[first], entries=entries)
 
 
-def _is_same(one: TreeEntry, other: TreeEntry, files: Mapping[str, FileEntry]) -> bool:
-    """Whether two entries with one path have the same kind, mode and bytes."""
-    if (one.kind, one.mode, one.target) != (other.kind, other.mode, other.target):
+def _is_same(entry: TreeEntry, other: TreeEntry, files: Mapping[str, FileEntry]) -> bool:
+    """Whether two entries of one path have the same kind, mode and bytes."""
+    if (entry.kind, entry.mode, entry.target) != (other.kind, other.mode, other.target):
         return False
-    if one.kind != "file":
+    if entry.kind != "file":
         return True
-    entry = files[one.stored_as]
-    return msgspec.structs.replace(entry, name=other.stored_as) == files[other.stored_as]
+    stored = files[entry.stored_as]
+    return msgspec.structs.replace(stored, name=other.stored_as) == files[other.stored_as]

@@ -147,13 +147,13 @@ def assemble(node_files: Collection[NodeFile]) -> Manifest:
     """
     parts = sorted(node_files, key=lambda node_file: node_file.ranks)
     action = f"assemble the manifest of {parts[0].id}"
-    for one, other in pairwise(parts):
-        if one.claim != other.claim:
+    for part, following in pairwise(parts):
+        if part.claim != following.claim:
             reason = "two starts of the run hold this generation"
-            raise Corrupt(f"{action}: {one.name} and {other.name} have different claims: {reason}", hint=_HINT)
-        if one.head != other.head:
-            differing = [name for name in Head.__struct_fields__ if getattr(one, name) != getattr(other, name)]
-            raise Corrupt(f"{action}: {one.name} and {other.name} differ in {', '.join(differing)}", hint=_HINT)
+            raise Corrupt(f"{action}: {part.name} and {following.name} have different claims: {reason}", hint=_HINT)
+        if part.head != following.head:
+            differing = [name for name in Head.__struct_fields__ if getattr(part, name) != getattr(following, name)]
+            raise Corrupt(f"{action}: {part.name} and {following.name} differ in {', '.join(differing)}", hint=_HINT)
     files: dict[int, list[FileEntry]] = {}
     for part in parts:
         of_ranks = [part.files] if part.is_adopted else [[entry] for entry in part.files]

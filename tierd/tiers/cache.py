@@ -44,15 +44,15 @@ class ManifestCache:
         self._key = f"manifests-{hashlib.sha256(bucket.encode()).hexdigest()[:32]}.json"
 
     async def read(
-        self, wanted: Mapping[CheckpointId, Fingerprint], keyring: Keyring | None = None
+        self, fingerprints: Mapping[CheckpointId, Fingerprint], keyring: Keyring | None = None
     ) -> dict[CheckpointId, Manifest]:
-        """The cached manifests of `wanted`; with a keyring, those that it has signed. Never raises."""
+        """The cached manifests that have these fingerprints; with a keyring, those that it has signed. Never raises."""
         try:
             if not await asyncio.to_thread(is_own_folder, self._folder):
                 return {}
             async with DirectoryStore(self._folder, create=False) as store:
                 raw = await store.get_bytes(self._key, size_max=CACHE_BYTES_MAX)
-            return await asyncio.to_thread(_decode, raw, wanted, keyring)
+            return await asyncio.to_thread(_decode, raw, fingerprints, keyring)
         except (OSError, TierdError, *UNDECODABLE):
             return {}
 
@@ -87,14 +87,14 @@ def _encode(manifests: Mapping[CheckpointId, Manifest], fingerprints: Mapping[Ch
 
 
 def _decode(
-    raw: bytes, wanted: Mapping[CheckpointId, Fingerprint], keyring: Keyring | None
+    raw: bytes, fingerprints: Mapping[CheckpointId, Fingerprint], keyring: Keyring | None
 ) -> dict[CheckpointId, Manifest]:
     cached = {
         (entry.checkpoint, entry.size_bytes, entry.etag): entry.manifest
         for entry in msgspec.json.decode(raw, type=list[_CachedManifest])
     }
     manifests: dict[CheckpointId, Manifest] = {}
-    for checkpoint, fingerprint in wanted.items():
+    for checkpoint, fingerprint in fingerprints.items():
         manifest = cached.get((layout.checkpoint_prefix(checkpoint), *fingerprint))
         if manifest is not None:
             with suppress(TierdError):

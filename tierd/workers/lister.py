@@ -53,14 +53,14 @@ class Lister:
         self._tier = tier
         self._reported: dict[CheckpointId, CheckpointView] = {}  # lost replicas, as the catalog has them
         self._no_manifest_s: dict[CheckpointId, float] = {}  # since when; of the missing replicas with other files
-        self._asked: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] = []
         self._foreign: set[str] = set()  # keys that were reported
         self._newer: dict[Run, int] = {}  # runs that were reported
 
     async def run_once(self) -> bool:
-        asked, self._asked = self._asked, []
+        waiters, self._waiters = self._waiters, []
         try:
-            if asked or not await self._look_at_held():
+            if waiters or not await self._look_at_held():
                 await self._list()
             if self._new_losses():
                 # A listing is not of one instant: another daemon may have deleted these because of newer checkpoints
@@ -68,7 +68,7 @@ class Lister:
                 await self._list()
             self._report_losses()
         finally:
-            for answer in asked:
+            for answer in waiters:
                 if not answer.done():  # its caller has stopped waiting
                     answer.set_result(None)
         return True
@@ -121,7 +121,7 @@ class Lister:
     async def look(self) -> None:
         """List the tier now. Returns when a listing that began after this call has ended, with or without success."""
         answer = asyncio.get_running_loop().create_future()
-        self._asked = [*(asked for asked in self._asked if not asked.done()), answer]
+        self._waiters = [*(waiter for waiter in self._waiters if not waiter.done()), answer]
         self._context.notify.relist(self._tier.name)
         await answer
 
