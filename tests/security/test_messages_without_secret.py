@@ -72,6 +72,7 @@ class Served:
     path: Path
     rooms: Rooms
     door: TrainerDoor
+    restorer: Restorer
     spawned: list[str] = field(default_factory=list[str])
 
 
@@ -85,11 +86,12 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
             spawned.append(coroutine.__qualname__)
             return group.create_task(coroutine)
 
-        door = TrainerDoor(rooms.context, Restorer(rooms.context, judge_nothing), spawn=spawn)
+        restorer = Restorer(rooms.context, judge_nothing)
+        door = TrainerDoor(rooms.context, restorer, spawn=spawn)
         path = tmp_path / "tierd.sock"
         listener = open_listener(str(path), Access())
         serving = group.create_task(door.serve(listener))
-        yield Served(path, rooms, door, spawned)
+        yield Served(path, rooms, door, restorer, spawned)
         serving.cancel()
         listener.close()
 
@@ -141,13 +143,13 @@ async def test_a_report_about_another_run_needs_its_secret(served: Served, proof
 async def test_an_answer_that_is_ready_after_the_secret_was_bound_is_not_sent(served: Served) -> None:
     """A fetch takes minutes. Meanwhile the run gets a secret."""
     is_found = asyncio.Event()
-    find = served.door._restorer.find  # pyright: ignore[reportPrivateUsage]
+    find = served.restorer.find
 
     async def find_slowly(*arguments: Any) -> Any:
         await is_found.wait()
         return await find(*arguments)
 
-    served.door._restorer.find = find_slowly  # type: ignore[method-assign]  # pyright: ignore[reportPrivateUsage]
+    served.restorer.find = find_slowly  # type: ignore[method-assign]
 
     def persist_and_ask() -> Peer:
         with Peer(served.path) as trainer:
@@ -195,7 +197,7 @@ class Claims:
 @pytest.fixture
 def claims(served: Served, monkeypatch: pytest.MonkeyPatch) -> Claims:
     admission, claims = served.door.admission, Claims()
-    restorer = served.door._restorer  # pyright: ignore[reportPrivateUsage]
+    restorer = served.restorer
     claim_next, list_run = admission._claim_next, restorer.list_run  # pyright: ignore[reportPrivateUsage]
 
     async def claim_slowly(*arguments: Any, **options: Any) -> Any:
