@@ -73,8 +73,8 @@ async def _forecast(loaded: Config, planned: Planned, only: str | None) -> list[
     status = None
     with suppress(DaemonUnreachable):  # reported by the other checks
         status = daemon_http.find(loaded).status
-    found = await asyncio.to_thread(lambda: list(forecast_advice(loaded, planned, status)))
-    return [each for each in found if only in (None, each.about)]
+    advice = await asyncio.to_thread(lambda: list(forecast_advice(loaded, planned, status)))
+    return [each for each in advice if only in (None, each.about)]
 
 
 def _print(advice: list[Advice]) -> None:
@@ -91,33 +91,33 @@ async def _check(settings: Settings, only: str | None) -> list[Advice]:
         return [problem_of("config", "config", error)]
     check_tier(only, loaded)
     defaults = f"there is no config file: the built-in defaults apply, and the hot tier is {loaded.hot_path}"
-    found = [Advice("config", "config", "ok", f"{path} is valid" if path else defaults)]
+    all_advice = [Advice("config", "config", "ok", f"{path} is valid" if path else defaults)]
     try:
         keyring_of(loaded.security.key_file)
     except BadConfig as error:
-        return [*found, problem_of("key", "config", error)]
+        return [*all_advice, problem_of("key", "config", error)]
     if only in (None, HOT):
-        found += probe_directory(HOT, loaded.hot_path, is_hot=True)
+        all_advice += probe_directory(HOT, loaded.hot_path, is_hot=True)
         async with open_tiers(settings, only=HOT) as tiers:
-            found += [*sizes(loaded, tiers.catalog.manifests_in(HOT)), *clock(tiers.catalog.views(), now())]
+            all_advice += [*sizes(loaded, tiers.catalog.manifests_in(HOT)), *clock(tiers.catalog.views(), now())]
     places = [advice for advice in await _places(loaded) if only in (None, advice.about)]
     # Skip the other checks of a directory that is not the tier's.
     absent = [advice.about for advice in places if advice.check == "place" and advice.verdict == "problem"]
     colds = [cold for cold in loaded.cold if only in (None, cold.name)]
     colds = [cold for cold in colds if cold.name not in absent or cold.directory is None]
-    for advice in await asyncio.gather(*(_cold(cold, loaded) for cold in colds)):
-        found += advice
-    found += [advice for advice in exposed(loaded) if only in (None, advice.about)]
-    found += places
+    for of_tier in await asyncio.gather(*(_cold(cold, loaded) for cold in colds)):
+        all_advice += of_tier
+    all_advice += [advice for advice in exposed(loaded) if only in (None, advice.about)]
+    all_advice += places
     if only is None:
-        found += no_cold(loaded)
-        found += await asyncio.to_thread(lambda: list(map(_watch, loaded.watch)))
-        found += [*limits(), socket(loaded), *_daemon(loaded)]
+        all_advice += no_cold(loaded)
+        all_advice += await asyncio.to_thread(lambda: list(map(_watch, loaded.watch)))
+        all_advice += [*limits(), socket(loaded), *_daemon(loaded)]
         with suppress(DaemonUnreachable):  # reported above
             status = daemon_http.find(loaded).status
-            found += [advice async for advice in check_shared_cold(loaded, status)]
-            found += [advice async for advice in check_peers(loaded, status)]
-    return found
+            all_advice += [advice async for advice in check_shared_cold(loaded, status)]
+            all_advice += [advice async for advice in check_peers(loaded, status)]
+    return all_advice
 
 
 async def _cold(cold: ColdConfig, loaded: Config) -> list[Advice]:
