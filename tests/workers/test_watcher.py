@@ -407,6 +407,7 @@ async def test_a_lower_step_written_after_higher_ones_begins_a_generation_althou
         await folder.rooms.list_tiers()
         if restarts:
             await folder.restart()
+            await folder.look()
         for step in (5, 6, 8):  # the training has gone back; 6 is stored, 5 is not
             save_step_bin(folder.out, step, Writer())
             await folder.look()
@@ -430,6 +431,48 @@ async def test_a_folder_that_was_copied_without_its_times_is_one_generation(tmp_
         save_step_bin(folder.out, 12, Writer())
         await folder.look()
         assert folder.adopted == [(8, 1, 3), (9, 1, 4), (10, 1, 1), (11, 1, 2), (12, 1, 5)]
+
+
+@pytest.mark.parametrize("then", ["goes on", "restarts", "cannot be read meanwhile"])
+async def test_a_folder_that_was_copied_without_its_times_is_one_generation_although_hot_was_full(
+    tmp_path: Path, then: str
+) -> None:
+    with small_disk(tmp_path / "hot", size_mib=8) as disk:
+        async with watched(tmp_path, cold=()) as folder:
+            filler = write(disk / "filler", 4600 << 10)
+            for nth, step in enumerate((10, 11, 8, 9)):
+                path = save_hf(folder.out, step, Writer())
+                write(path / "big.bin", 1500 << 10)
+                for each in [*path.rglob("*"), path]:
+                    os.utime(each, (1e9 + nth, 1e9 + nth))
+            await folder.look()
+            assert folder.steps == [10, 11]
+            assert "No space left on device" in folder.problems[0]
+            filler.unlink()
+            if then == "restarts":
+                await folder.restart()
+            elif then == "cannot be read meanwhile":
+                folder.out.rename(tmp_path / "away")
+                await folder.look()
+                (tmp_path / "away").rename(folder.out)
+            await folder.look(after_s=100)
+            await folder.look()
+            assert [(step, generation) for step, generation, _ in folder.adopted] == [(8, 1), (9, 1), (10, 1), (11, 1)]
+
+
+async def test_a_folder_that_is_copied_without_its_times_while_it_is_watched_is_one_generation(tmp_path: Path) -> None:
+    steps = (100, 1000, 200, 300, 900)
+    async with watched(tmp_path, preset="step-bin") as folder:
+        await folder.look()
+        for step in steps:
+            save_step_bin(folder.out, step, Writer())
+            await folder.watcher.run_once()
+            folder.clock.now_s += 6
+        await folder.look()
+        assert [(step, generation) for step, generation, _ in folder.adopted] == [(step, 1) for step in sorted(steps)]
+        save_step_bin(folder.out, 150, Writer())  # the training goes on from step 100
+        await folder.look()
+        assert folder.adopted[1][:2] == (150, 2)
 
 
 async def test_what_is_written_after_the_clock_was_set_back_is_adopted(tmp_path: Path) -> None:

@@ -35,10 +35,11 @@ class StoredCheckpoints:
         self._apart = timedelta(seconds=apart_s)
         self._trees: dict[CheckpointId, tuple[Manifest, AdoptedTree]] = {}
         self._newest = -1, ""  # as of how many changes of the catalog
-        self._before: list[Entry] = []  # when the present pass began
+        self._settled: list[Entry] = []
 
-    def begin_pass(self) -> None:
-        self._before = self.entries()
+    def settled(self) -> None:
+        """Nothing in the folder is being written or has still to be adopted."""
+        self._settled = self.entries()
 
     def entries(self) -> list[Entry]:
         return self._context.catalog.entries(self._run)
@@ -53,10 +54,11 @@ class StoredCheckpoints:
 
     def generation_min(self, step: int, tree: SourceTree) -> int:
         """The lowest generation for this step. It is a new one if training has gone back: the newest generation has
-        higher steps, and all of these were written before `tree`. What was stored in this pass does not count, because
-        the files of a copied folder have the times of the copy. Node 0 decides for the other nodes."""
-        newest = max((entry.id.generation for entry in self._before), default=0)
-        higher = [entry for entry in self._before if entry.id.generation == newest and entry.id.step > step]
+        higher steps, and all of these were written before `tree`. What was stored since the folder was last settled
+        does not count, because the files of a copied folder have the times of the copy. Node 0 decides for the others.
+        """
+        newest = max((entry.id.generation for entry in self._settled), default=0)
+        higher = [entry for entry in self._settled if entry.id.generation == newest and entry.id.step > step]
         if self._node or not higher or any(entry.manifest.created_at >= tree.created_at for entry in higher):
             return 1
         return newest + 1

@@ -68,11 +68,10 @@ class Watcher:
         self._changing: set[str] = set()  # in the last pass
         self._parts = Announcements(context, watch, self.claim) if watch.nodes > 1 else None
         self._stored = StoredCheckpoints(context, watch, apart_s=self._parts.apart_s if self._parts else 0.0)
-        self._holder = ""
+        self._holder, self._has_cleared = "", False
         self._adopted, self._newest = 0, -1
         self._order = ScanOrder()
         self._listed_s: float | None = None  # when the folder was listed in the last pass
-        self._has_cleared = False
         context.metrics.begin_watch(self.run)
 
     # ── one pass ──
@@ -81,8 +80,10 @@ class Watcher:
         """Returns True even if a checkpoint could not be adopted, because each one has its own backoff."""
         started_s = self._context.monotonic_s()
         self._findings.begin_pass()
-        self._stored.begin_pass()
-        await self._clear_leftovers()
+        if self._was_there and not self._in_progress():
+            self._stored.settled()
+        if not self._has_cleared:
+            await self._clear_leftovers()
         try:
             await self._events.begin_pass()
             listing = await self._pool.query(names, self._path)
@@ -105,8 +106,12 @@ class Watcher:
         if self._passed_s < since_s:
             self._on_change()
             return [str(self._path)]
-        complete = (name for name in self._complete_s if not self._seen[name].is_refused)
-        return [] if self._holder else sorted({*complete, *self._verdicts.quiet, *self._changing})
+        return [] if self._holder else sorted(self._in_progress())
+
+    def _in_progress(self) -> set[str]:
+        """The checkpoints that are or will be complete, and are not adopted yet."""
+        complete = (name for name, seen in self._seen.items() if name in self._complete_s and not seen.is_refused)
+        return {*complete, *self._verdicts.quiet, *self._changing}
 
     async def close(self) -> None:
         await self._events.stop()
@@ -114,12 +119,9 @@ class Watcher:
 
     async def _clear_leftovers(self) -> None:
         """Delete what killed processes left: incomplete adoptions in hot, and incomplete deletions in the folder."""
-        if self._has_cleared:
-            return
-        folder = self._context.hot_store.root / self.run
+        hot = self._context.hot_store
         with suppress(OSError, TierdError):
-            cleared = await self._context.hot_store.pool.run(clear_abandoned, folder, {self.run}.issuperset)
-            for name in cleared:
+            for name in await hot.pool.run(clear_abandoned, hot.root / self.run, {self.run}.issuperset):
                 log.info("deleted %s/%s from hot: the adoption that wrote it was killed", self.run, name)
         if self._watch.source == "remove":
             with suppress(TierdError):
@@ -379,7 +381,6 @@ class Watcher:
 
     def report(self) -> WatchReport:
         """For the status."""
-        left_alone = [seen.note for seen in self._seen.values() if seen.note]
         return WatchReport(
             path=printable(self._watch.path),
             run=self.run,
@@ -391,7 +392,7 @@ class Watcher:
             pending=len(self._complete_s),
             newest_step=self._newest if self._newest >= 0 else None,
             waiting=lines([f"{name}: {why}" for name, why in sorted(self._verdicts.waiting.items())]),
-            notes=lines([*self._findings.note_lines(), *left_alone]),
+            notes=lines([*self._findings.note_lines(), *(seen.note for seen in self._seen.values() if seen.note)]),
             problems=self._findings.problem_lines(),
             nodes=self._watch.nodes,
             node=max(self._watch.node, 0),
