@@ -364,6 +364,19 @@ async def test_another_name_of_the_same_step_is_not_adopted(tmp_path: Path) -> N
         assert folder.problems == []
 
 
+async def test_a_training_that_has_gone_back_saves_under_other_names_and_two_of_each_step(tmp_path: Path) -> None:
+    """As Lightning while the former files are there. The highest step may be the end of the training."""
+    async with watched(tmp_path, preset="lightning") as folder:
+        for name in ("step={}.ckpt", "step={}-v1.ckpt"):
+            for step in (5, 6, 7):
+                for callback in ("a", "b"):
+                    (folder.out / f"{callback}-{name.format(step)}").write_bytes(archive(90))
+                await folder.look()
+        assert folder.adopted == [(5, 1, 1), (5, 2, 4), (6, 1, 2), (6, 2, 5), (7, 1, 3), (7, 2, 6)]
+        notes = folder.watcher.report().notes
+        assert "b-step=7-v1.ckpt is not adopted: a-step=7-v1.ckpt of the same step was" in notes
+
+
 async def test_another_name_of_an_older_step_begins_no_generation_after_a_restart(tmp_path: Path) -> None:
     """Otherwise the older step would be the newest checkpoint of the run."""
     async with watched(tmp_path, preset="lightning") as folder:

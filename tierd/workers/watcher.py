@@ -284,7 +284,7 @@ class Watcher:
             stored = await self._stored.tree(former)
             if await self._stored.is_same(former, tree):
                 return self._done(name, seen)
-            if stored.name != tree.name and all(entry.id.step <= step for entry in entries):
+            if stored.name != tree.name and former is entries[0]:
                 return self._done(name, seen, note=f"{name} is not adopted: {stored.name} of the same step was")
             if stored.name == tree.name and not was_saved_again(stored, tree, self._preset.marker):
                 also = f"; `tierd adopt --generation {former.id.generation + 1}` adopts this too"
