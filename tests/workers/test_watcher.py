@@ -427,6 +427,27 @@ async def test_a_lower_step_written_after_higher_ones_begins_a_generation_althou
         assert folder.adopted == [(5, 2, 4), (6, 1, 2), (6, 2, 5), (7, 1, 3), (8, 2, 6)]
 
 
+async def test_that_a_generation_begins_is_logged_once_it_has_begun(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "hot", size_mib=4) as disk:
+        async with watched(tmp_path, cold=()) as folder:
+            for step in (6, 7):
+                save_hf(folder.out, step, Writer())
+            await folder.look()
+            filler = write(disk / "filler", 3 << 20)
+            for step in (4, 5):  # the training has gone back
+                write(save_hf(folder.out, step, Writer()) / "big.bin", 1 << 20)
+                await folder.look(after_s=100)
+            assert "No space left on device" in folder.problems[0]
+            assert "gone back" not in caplog.text
+            filler.unlink()
+            await folder.look(after_s=100)
+            await folder.look()
+            assert [(step, generation) for step, generation, _ in folder.adopted] == [(4, 2), (5, 2), (6, 1), (7, 1)]
+            assert caplog.text.count("gone back") == 1
+
+
 async def test_a_step_of_an_older_timeline_that_is_saved_again_comes_after_those_of_the_newest(tmp_path: Path) -> None:
     async with watched(tmp_path, preset="step-bin") as folder:
         for steps in ((5, 6), (4, 8, 9), (6,)):  # it goes back before 5, and then before 6

@@ -297,8 +297,6 @@ class Watcher:
             return self._done(name, seen, note=f"{name} is not adopted: newer ones were adopted before")
         if self._parts is not None:
             return await self._adopt_part(self._parts, name, step, seen, generation_min)
-        if generation_min > 1:
-            log.warning("watch %s: %s: training has gone back, and a new generation begins", self._path, name)
         known = [entry.id for entry in entries]
         standing = await self.claim.standing(generation_min=generation_min)
         self._holder = standing.holder
@@ -306,6 +304,8 @@ class Watcher:
             return None  # in the second case the former holder has adopted it; the next pass compares the two
         checkpoint = adopted_id(self._context.catalog, self.run, step, standing.generation, is_lenient=True)
         await self._adopter.adopt(tree.path, seen.key, checkpoint)
+        if entries and generation_min > entries[0].id.generation:
+            log.warning("watch %s: %s begins a new generation, because training has gone back", self._path, name)
         return self._has_adopted(name, step, seen)
 
     async def _adopt_part(
