@@ -683,3 +683,25 @@ async def test_of_two_daemons_over_one_folder_and_one_cold_tier_one_adopts_and_t
         await first.look()
         assert first.watcher.report().holder == "there"
         assert first.steps == [1]
+
+
+async def test_a_training_that_goes_back_gives_the_run_to_no_other_daemon(tmp_path: Path) -> None:
+    """The other one has a second folder with the same run, by mistake, or sees a shared folder first."""
+    cold = (ColdConfig(name="cold", url=f"file://{tmp_path / 'cold'}"),)
+    async with (
+        watched(tmp_path / "a", preset="step-bin", cold=cold) as first,
+        watched(tmp_path / "b", preset="step-bin", cold=cold, daemon=DaemonConfig(node="there")) as second,
+    ):
+        for step in (5, 6):
+            save_step_bin(first.out, step, Writer())
+            await first.look()
+        await first.rooms.replicator().run_once()
+        await second.rooms.list_tiers()
+        await second.look()
+        for step in (4, 5):  # 5 is stored, 4 is not
+            save_step_bin(second.out, step, Writer())
+        await second.look()
+        assert second.watcher.report().holder == "here"
+        save_step_bin(first.out, 4, Writer())
+        await first.look(after_s=watch_claim.BEAT_S)
+        assert first.adopted == [(4, 2, 3), (5, 1, 1), (6, 1, 2)]

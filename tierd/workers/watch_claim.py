@@ -63,17 +63,18 @@ class WatchClaim:
         return True
 
     async def standing(self, *, generation_min: int = 1) -> Standing:
-        """Which daemon adopts now, and in which generation, `generation_min` or higher. Reads the tiers at most once in
-        BEAT_S. Raises what the claim in hot raises."""
+        """Which daemon adopts now, and in which generation: if it is this one, `generation_min` or higher. Reads the
+        tiers at most once in BEAT_S. Raises what the claim in hot raises."""
         async with self._asking:
             context, now_s = self._context, self._context.monotonic_s()
-            generation = Generation(max(generation_min, context.catalog.generation_max(self._run)))
+            generation = Generation(max(1, context.catalog.generation_max(self._run)))
             if not context.cold:
-                return Standing(generation)
-            if self._standing and self._standing.generation >= generation and now_s - self._beat_s < BEAT_S:
-                return self._standing
-            self._standing = await self._ask(generation)
-            self._beat_s = now_s
+                return Standing(Generation(max(generation_min, generation)))
+            if not self._standing or self._standing.generation < generation or now_s - self._beat_s >= BEAT_S:
+                self._standing = await self._ask(generation)
+                self._beat_s = now_s
+            if not self._standing.holder and self._standing.generation < generation_min:
+                self._standing = await self._ask(Generation(generation_min))
             return self._standing
 
     async def _ask(self, generation: Generation) -> Standing:
