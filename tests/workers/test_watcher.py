@@ -618,6 +618,25 @@ async def test_sources_are_removed_once_every_tier_that_keeps_them_has_them_but_
         assert folder.steps == [1, 2, 3, 4]
 
 
+async def test_sources_are_removed_before_a_training_that_has_gone_back_has_passed_its_former_highest_step(
+    tmp_path: Path,
+) -> None:
+    async with watched(tmp_path, source="remove", cold=()) as folder:
+        for step in (8, 9):
+            save_hf(folder.out, step, Writer())
+            await folder.look()
+        for step in (2, 3):
+            save_hf(folder.out, step, Writer())
+            await folder.look()
+        await folder.rooms.hot.delete(checkpoint_id(RUN, 9, 1))  # the policy, with keep_generations = 0
+        await folder.rooms.list_tiers()
+        save_hf(folder.out, 4, Writer())
+        await folder.look()
+        await folder.look()
+        assert folder.adopted[:3] == [(2, 2, 3), (3, 2, 4), (4, 2, 5)]
+        assert sorted(os.listdir(folder.out)) == ["checkpoint-4", "checkpoint-9"]
+
+
 async def test_a_source_whose_step_is_not_in_its_name_is_removed_once_its_own_step_is_in_cold(tmp_path: Path) -> None:
     async with watched(tmp_path, preset="gpt-simple", source="remove") as folder:
         SAVES["gpt-simple"](folder.out, 5, Writer()).rename(folder.out / "final")

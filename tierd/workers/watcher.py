@@ -345,9 +345,9 @@ class Watcher:
         adopted, steps = sorted(step_of, key=step_of.__getitem__), self._stored.needed_steps(step_of.values())
         if not adopted or self._holder or steps is None:
             return
-        is_newest_held = any(entry.id.step == step_of[adopted[-1]] for entry in self._stored.entries())
         trees = {name: tree for name in adopted if (tree := self._seen[name].tree) is not None}
-        kept = {adopted[-1], max(trees, key=lambda name: trees[name].modified_ns, default="")}
+        kept = {adopted[-1], max(trees, key=lambda name: trees[name].modified_ns, default=adopted[-1])}
+        is_newest_held = any(entry.id.step in {step_of[name] for name in kept} for entry in self._stored.entries())
         for name, tree in trees.items():
             if not is_newest_held or step_of[name] in steps or name in kept:
                 continue
