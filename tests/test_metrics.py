@@ -34,6 +34,7 @@ PUBLIC = {
     "tierd_checkpoints": ("gauge", {"run", "tier"}),
     "tierd_tier_used_bytes": ("gauge", {"tier"}),
     "tierd_tier_free_bytes": ("gauge", {"tier"}),
+    "tierd_tier_room_bytes": ("gauge", {"tier"}),
     "tierd_pressure_evictions_total": ("counter", set[str]()),
     "tierd_queue_checkpoints": ("gauge", {"tier"}),
     "tierd_queue_oldest_age_seconds": ("gauge", {"tier"}),

@@ -23,6 +23,7 @@ from tierd.format.ids import HOT
 from tierd.format.manifest import Manifest
 from tierd.format.text import duration, size
 from tierd.lifecycle.policy import CheckpointView
+from tierd.lifecycle.pressure import room_for_next
 from tierd.tiers.probe import Advice, is_same_disk, probe_directory, probe_memory, probe_space
 
 log = logging.getLogger("tierd")
@@ -70,28 +71,20 @@ def same_disk(cold: ColdConfig, config: Config) -> Iterator[Advice]:
         yield Advice("disk", cold.name, "warning", message, "set its url to another disk, or to a bucket")
 
 
-def largest_bytes(manifests: Iterable[Manifest]) -> int:
-    """The size of the largest among the newest checkpoints of all runs; 0 if there is none."""
-    return max((manifest.size_bytes for manifest in _newest(manifests)), default=0)
-
-
-def _newest(manifests: Iterable[Manifest]) -> list[Manifest]:
-    """The newest checkpoint of each run, or this node's part of it."""
-    return list({one.run: one for one in sorted(manifests, key=lambda manifest: manifest.id.recency)}.values())
-
-
 def sizes(config: Config, manifests: Sequence[Manifest]) -> list[Advice]:
     """The checks that depend on the size of a checkpoint: space in hot, and memory for the slots."""
-    largest = max(_newest(manifests), key=lambda manifest: manifest.size_bytes, default=None)
+    newest_by_run = {each.run: each for each in sorted(manifests, key=lambda manifest: manifest.id.recency)}
+    largest = max(newest_by_run.values(), key=lambda manifest: manifest.size_bytes, default=None)
+    checkpoint_bytes = largest.size_bytes if largest is not None else 0
     space = probe_space(
         HOT,
         config.hot_path,
-        checkpoint_bytes=largest_bytes(manifests),
-        used_bytes=sum(one.size_bytes for one in manifests if largest and one.run == largest.run),
+        checkpoint_bytes=checkpoint_bytes,
+        used_bytes=sum(each.size_bytes for each in manifests if largest and each.run == largest.run),
         keep_last=config.lifecycle.hot.keep_last,
+        room_bytes=room_for_next(manifest.size_bytes for manifest in manifests),
     )
-    slots = config.snapshot.slots
-    return [space, probe_memory(memory_limit(), checkpoint_bytes=largest_bytes(manifests), slots=slots)]
+    return [space, probe_memory(memory_limit(), checkpoint_bytes=checkpoint_bytes, slots=config.snapshot.slots)]
 
 
 def clock(views: Iterable[CheckpointView], now: datetime) -> Iterator[Advice]:

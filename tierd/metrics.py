@@ -180,6 +180,7 @@ class Metrics:
             ["tier"],
         )
         self.tier_free_bytes = gauge("tier_free_bytes", "Free space of the tier, if it is limited.", ["tier"])
+        self.tier_room_bytes = gauge("tier_room_bytes", "Free space that hot needs for the next checkpoints.", ["tier"])
         self.pressure_evictions_total = counter(
             "pressure_evictions_total",
             "Replicas that hot evicted beyond its policy, because its disk was full and every cold tier had them.",

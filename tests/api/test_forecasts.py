@@ -15,6 +15,7 @@ from tests.support.cli import make_manifest
 from tests.support.rooms import RUN, Rooms, rooms_at
 from tierd.api import forecasts as module
 from tierd.api.forecasts import FORECAST_S, Forecasts, TierForecasts
+from tierd.catalog.decisions import missing_room_bytes
 from tierd.config.sections import ColdConfig, ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import Generation, Rank, Run, checkpoint_id
 from tierd.format.manifest import FileEntry
@@ -32,12 +33,20 @@ async def rooms(tmp_path: Path) -> AsyncIterator[Rooms]:
         yield rooms
 
 
-def save(rooms: Rooms, count: int, *, run: str = RUN, age_s: float = 0.0, tiers: tuple[str, ...] = ("hot",)) -> None:
-    """`count` checkpoints of 1 MB, one each minute; the newest is `age_s` old."""
+def save(
+    rooms: Rooms,
+    count: int,
+    *,
+    run: str = RUN,
+    age_s: float = 0.0,
+    tiers: tuple[str, ...] = ("hot",),
+    size_bytes: int = MB,
+) -> None:
+    """`count` checkpoints, one each minute; the newest is `age_s` old."""
     for number in range(1, count + 1):
         created_at = NOW - timedelta(seconds=age_s + 60 * (count - number))
         entry = FileEntry(
-            name="rank-00000-of-00001.safetensors", size_bytes=MB, crc64nvme="", chunk_bytes=MB, chunks=[]
+            name="rank-00000-of-00001.safetensors", size_bytes=size_bytes, crc64nvme="", chunk_bytes=MB, chunks=[]
         )
         checkpoint = checkpoint_id(run, number * 10, 1)
         manifest = make_manifest(checkpoint, [entry], sequence=number, created_at=created_at.isoformat())
@@ -58,6 +67,16 @@ async def test_hot_is_full_when_what_the_policy_keeps_and_room_for_two_do_not_fi
     assert full.full_in_s == pytest.approx(5 * 60, abs=31)
     assert full.full_at is not None
     assert datetime.fromisoformat(full.full_at) - NOW == pytest.approx(timedelta(minutes=5), abs=timedelta(seconds=31))
+
+
+async def test_room_is_for_two_of_the_largest_in_hot_as_when_checkpoints_are_deleted_for_it(rooms: Rooms) -> None:
+    save(rooms, 3)
+    save(rooms, 1, run="ended", age_s=1000.0, size_bytes=5 * MB)
+    assert missing_room_bytes(rooms.catalog, 16 * MB) == 0
+    assert (await read(rooms, hot=17 * MB)).disk("hot", NOW) == DiskForecast(verdict="fits"), "7 more and 2 of 5 MB"
+    assert (full := (await read(rooms, hot=9 * MB)).disk("hot", NOW)) is not None
+    assert missing_room_bytes(rooms.catalog, 9 * MB) > 0
+    assert full.full_in_s == 0
 
 
 async def test_a_cold_tier_on_hot_s_disk_counts_there(rooms: Rooms) -> None:

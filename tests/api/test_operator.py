@@ -185,6 +185,7 @@ async def test_gauges_equal_the_current_state(house: House) -> None:
         assert samples["tierd_checkpoints", (RUN, "cold")] == 0
         assert samples["tierd_tier_used_bytes", ("hot",)] == 6
         assert samples["tierd_tier_free_bytes", ("hot",)] > 0
+        assert samples["tierd_tier_room_bytes", ("hot",)] == 2 * 6
         assert samples["tierd_queue_checkpoints", ("hot",)] == 1
         assert samples["tierd_queue_checkpoints", ("cold",)] == 1
         assert samples["tierd_queue_oldest_age_seconds", ("cold",)] == 90

@@ -83,6 +83,15 @@ def test_doctor_counts_existing_checkpoints_when_it_checks_space_and_memory(tmp_
     assert "a run needs 4 MB for its slots" in memory
 
 
+def test_doctor_counts_room_for_two_of_the_largest_checkpoint_in_hot_as_deletion_does(tmp_path: Path) -> None:
+    house = make_house(tmp_path)
+    make_checkpoint(house.hot, step=1, size_bytes=2_000_000)
+    make_checkpoint(house.hot, step=2, size_bytes=1_000_000)
+    _, found = run_doctor(house, "--tier", "hot")
+    (space,) = (one["message"] for one in found if one["check"] == "space")
+    assert "8 MB more are needed" in space, "three of 2 MB and two of 4 MB, less the 6 MB that are there"
+
+
 def test_doctor_reports_what_the_running_daemon_cannot_reach(tmp_path: Path) -> None:
     house = House(tmp_path)
     with bucket_server() as served:

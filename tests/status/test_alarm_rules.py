@@ -28,7 +28,7 @@ from tierd.status.report import (
 from tierd.status.work_at_risk import RiskReport
 
 NOW = datetime(2025, 1, 1, 12, tzinfo=UTC)
-HOT = TierReport(name="hot", url="file:///nvme", is_known=True, checkpoints=2, used_bytes=20, free_bytes=1000)
+HOT = TierReport(name="hot", url="file:///nvme", is_known=True, checkpoints=2, free_bytes=1000, room_bytes=20)
 UNLISTED = TierReport(name="cold", url="s3://bucket/prefix", is_known=False, error=NOT_LISTED_YET)
 BUCKET = TierReport(name="cold", url="s3://bucket/prefix", is_known=True, checkpoints=2, used_bytes=20)
 

@@ -9,12 +9,14 @@ from msgspec import UNSET
 
 from tests.support.cli import make_manifest
 from tierd.catalog.catalog import Catalog
+from tierd.catalog.decisions import missing_room_bytes
 from tierd.format.ids import CheckpointId, checkpoint_id
 from tierd.format.manifest import Head, Manifest, file_entry
 from tierd.format.node_file import NodeFile
+from tierd.status.alarm_rules import alarms
 from tierd.status.checkpoint_report import checkpoint_rows
 from tierd.status.node_reports import age_s, everywhere_report, newest_report
-from tierd.status.report import run_report, tier_report, tiers_text
+from tierd.status.report import StatusReport, run_report, tier_report, tiers_text
 
 NONE: frozenset[str] = frozenset()
 NOW = datetime.fromisoformat("2025-01-01T00:01:30+00:00")
@@ -126,3 +128,17 @@ def test_age_of_what_all_nodes_have_stays_known_after_its_part_has_gone(catalog:
     everywhere = everywhere_report(catalog, part.id.run, NOW)
     assert everywhere is not None
     assert (everywhere.step, everywhere.age_s) == (300, None)
+
+
+def test_the_alarm_about_a_disk_almost_full_and_deletion_need_the_same_room(catalog: Catalog) -> None:
+    """One large checkpoint among small ones: two of the mean would fit, two of the largest do not."""
+    large = make_manifest(
+        checkpoint_id("large", 1, 1), [file_entry("rank-00000-of-00001.safetensors", 1000, 4096, [1])]
+    )
+    for manifest in (A, B, large):
+        catalog.add(manifest, "hot")
+    for free_bytes in (1999, 2000):
+        tiers = [tier_report(catalog, "hot", "file:///hot", free_bytes)]
+        found = alarms(StatusReport(version="0", node="", pid=1, uptime_s=1.0, is_ready=True, tiers=tiers), NOW)
+        is_missing = missing_room_bytes(catalog, free_bytes) > 0
+        assert ["TierdDiskAlmostFull"] * is_missing == [alarm.alert for alarm in found], free_bytes

@@ -16,13 +16,12 @@ from functools import partial
 
 import msgspec
 
-from tierd.catalog.decisions import held
+from tierd.catalog.decisions import held, room_bytes
 from tierd.catalog.entry import NOT_LISTED_YET
 from tierd.config.sections import TierPolicy
 from tierd.context import DaemonContext
 from tierd.format.ids import HOT, Run
 from tierd.lifecycle.forecast import Late, RunInTier, full_in_s, goes_on, lasting_per_s, pace_of
-from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
 from tierd.status.report import DiskForecast
 
 FORECAST_S = 60.0
@@ -82,6 +81,8 @@ class Forecasts:
                 for run in held(context.catalog, context.config)
                 if run.run not in ended or run.views[-1].id.generation > ended[run.run]
             ]
+            if (free_in_hot := free.get(HOT)) is not None:  # it keeps room for the next checkpoints
+                free = {**free, HOT: free_in_hot - room_bytes(context.catalog)}
             read = partial(_forecasts, runs, attached, free, on_hot_disk, self._cold_tiers(), context.now())
             self._reading, self._read_s = asyncio.get_running_loop().run_in_executor(None, read), now_s
         if (reading := self._reading) is not None:
@@ -143,10 +144,9 @@ def _late(tier: str, runs: Sequence[RunInTier], copied: CopiedTier, *, due_every
 
 
 def _full_at(runs: Sequence[RunInTier], free_bytes: int, now: datetime) -> datetime | str | None:
-    """As in `TierForecasts`. Hot keeps room for the next checkpoints."""
-    largest_bytes = max((run.checkpoint_bytes for run in runs if run.tier == HOT), default=0)
+    """As in `TierForecasts`."""
     try:
-        seconds = full_in_s(runs, free_bytes - ROOM_CHECKPOINTS * largest_bytes)
+        seconds = full_in_s(runs, free_bytes)
     except OverflowError:  # a manifest from near the year 9999
         seconds = None
     if seconds is None:

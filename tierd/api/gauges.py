@@ -31,6 +31,7 @@ def refresh_gauges(context: DaemonContext, status: StatusReport, peer_lag_s: Cal
         metrics.commit_missing_ranks,
         metrics.unhealthy_checkpoints,
         metrics.tier_free_bytes,
+        metrics.tier_room_bytes,
         metrics.tier_used_bytes,
         metrics.run_state,
         metrics.run_pause_seconds,
@@ -70,6 +71,8 @@ def refresh_gauges(context: DaemonContext, status: StatusReport, peer_lag_s: Cal
             metrics.tier_used_bytes.labels(tier.name).set(tier.used_bytes)
         if tier.free_bytes is not None:
             metrics.tier_free_bytes.labels(tier.name).set(tier.free_bytes)
+        if tier.room_bytes is not None:
+            metrics.tier_room_bytes.labels(tier.name).set(tier.room_bytes)
         metrics.damaged_checkpoints.labels(tier.name).set(len(catalog.tiers[tier.name].damaged))
         runs = (checkpoint.run for checkpoint in catalog.in_tier(tier.name))
         counts = Counter(run if run in shown else OTHER_RUNS for run in runs)

@@ -22,7 +22,7 @@ from tierd.lifecycle import policy
 from tierd.lifecycle.backlog import give_up
 from tierd.lifecycle.forecast import Forecast, RunInTier, forecast, rules_by_tier
 from tierd.lifecycle.policy import Action, Decision
-from tierd.lifecycle.pressure import ROOM_CHECKPOINTS, hot_deletions_for
+from tierd.lifecycle.pressure import hot_deletions_for, room_for_next
 
 
 class HaltReason(StrEnum):
@@ -338,8 +338,8 @@ def to_give_up(catalog: Catalog, config: Config, free_bytes: int | None) -> list
 
 
 def room_bytes(catalog: Catalog) -> int:
-    """The space in hot for the next checkpoints, each as large as the largest there."""
-    return ROOM_CHECKPOINTS * max(catalog.sizes(HOT).values(), default=0)
+    """The free space that hot needs for the next checkpoints."""
+    return room_for_next(catalog.sizes(HOT).values())
 
 
 def missing_room_bytes(catalog: Catalog, free_bytes: int | None) -> int:

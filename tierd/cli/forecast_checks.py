@@ -11,7 +11,7 @@ from tierd.format.ids import HOT
 from tierd.format.text import duration, size
 from tierd.lifecycle.forecast import FULL_SOON_S, GIB, MONTH_S, Forecast
 from tierd.lifecycle.needs import needs
-from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
+from tierd.lifecycle.pressure import room_for_next
 from tierd.local_checks import memlock
 from tierd.status.report import StatusReport
 from tierd.tiers.probe import Advice, free_bytes_at, nearest_existing, write_rate
@@ -41,7 +41,7 @@ def forecast_advice(config: Config, planned: Planned, status: StatusReport | Non
         steps=planned.steps,
     )
     by_tier = {forecast.tier: forecast for forecast in forecasts}
-    yield _space(HOT, config.hot_path, by_tier[HOT], planned, room=ROOM_CHECKPOINTS)
+    yield _space(HOT, config.hot_path, by_tier[HOT], planned, room_bytes=room_for_next([planned.state_bytes]))
     yield _disk_rate(HOT, config.hot_path, planned)
     for tier in config.cold:
         path = tier.directory
@@ -52,8 +52,8 @@ def forecast_advice(config: Config, planned: Planned, status: StatusReport | Non
     yield from memlock(config, planned.state_bytes)
 
 
-def _space(about: str, path: Path | None, need: Forecast, planned: Planned, *, room: int = 0) -> Advice:
-    steady_bytes = (need.steady_gib or 0.0) * GIB + room * planned.state_bytes
+def _space(about: str, path: Path | None, need: Forecast, planned: Planned, *, room_bytes: int = 0) -> Advice:
+    steady_bytes = (need.steady_gib or 0.0) * GIB + room_bytes
     growth_bytes = (need.growth_gib or 0.0) * GIB
     message = f"a state of {size(planned.state_bytes)} every {duration(planned.interval_s)} needs {size(steady_bytes)}"
     if growth_bytes:

@@ -17,6 +17,12 @@ from tierd.lifecycle.policy import Action, Decision
 ROOM_CHECKPOINTS = 2
 
 
+def room_for_next(sizes: Iterable[int]) -> int:
+    """The free space that hot needs for the next checkpoints. `sizes`: of those that it has; each of the next may be as
+    large as the largest. Deletion, alarms and forecasts all use it."""
+    return ROOM_CHECKPOINTS * max(sizes, default=0)
+
+
 def hot_deletions_for(
     need_bytes: int, decisions: Iterable[Decision], *, cold: Collection[str], sizes: Mapping[CheckpointId, int]
 ) -> list[Decision]:

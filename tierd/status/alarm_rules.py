@@ -19,7 +19,6 @@ from tierd.format.ids import HOT, MEMORY
 from tierd.format.node_file import ranks_text
 from tierd.format.run_state import BROKE_OFF, ENDED_BADLY, RunState
 from tierd.format.text import counted, duration, listed, size
-from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
 from tierd.memory.outcomes import ENDED_RECENT_S
 from tierd.status.folder_reports import SidecarReport, WatchReport
 from tierd.status.node_reports import NodeReport, age_s
@@ -200,11 +199,9 @@ def _of_hot(status: StatusReport, recent: list[FailureReport]) -> Iterator[Alarm
         if queue.oldest_age_s > limit_s:
             what = f"nothing sealed in the last {duration(queue.oldest_age_s)} is durable: it is in memory only"
             yield _alarm("TierdNotDurable", CRITICAL, what, "not-durable", f"df -h {path}; dmesg | tail")
-    if hot.free_bytes is not None and hot.used_bytes and hot.checkpoints:
-        each_bytes = hot.used_bytes / hot.checkpoints
-        if hot.free_bytes < ROOM_CHECKPOINTS * each_bytes:
-            what = f"hot has {size(hot.free_bytes)} free; a checkpoint is {size(each_bytes)}, and two must fit"
-            yield _alarm("TierdDiskAlmostFull", WARNING, what, "disk-full", "tierd lifecycle --explain")
+    if hot.free_bytes is not None and hot.room_bytes is not None and hot.free_bytes < hot.room_bytes:
+        what = f"hot has {size(hot.free_bytes)} free; two checkpoints, of {size(hot.room_bytes)} together, must fit"
+        yield _alarm("TierdDiskAlmostFull", WARNING, what, "disk-full", "tierd lifecycle --explain")
 
 
 def _of_tier(tier: TierReport, uptime_s: float) -> Iterator[Alarm]:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tierd.catalog.catalog import Catalog
+from tierd.catalog.decisions import room_bytes
 from tierd.catalog.entry import sum_up_foreign
 from tierd.config.sections import directory_of
 from tierd.format.ids import HOT, MEMORY, PEER, CheckpointId, Run, checkpoint_id
@@ -97,7 +98,8 @@ class DiskForecast(msgspec.Struct, kw_only=True):
 
 
 class TierReport(msgspec.Struct, kw_only=True):
-    """`checkpoints`, and `used_bytes` of their files: None if the tier could never be listed.
+    """`checkpoints`, and `used_bytes` of their files: None if the tier could never be listed. `room_bytes`: of hot, the
+    free space that it needs for the next checkpoints; None in other tiers.
 
     `listed_age_s`: since the last listing that succeeded began; only the daemon knows. `to_reap`: the checkpoints
     that no policy keeps there and that wait for `tierd reap`; None where the daemon deletes them itself. `parts`: how
@@ -113,6 +115,7 @@ class TierReport(msgspec.Struct, kw_only=True):
     checkpoints: int | None = None
     used_bytes: int | None = None
     free_bytes: int | None = None
+    room_bytes: int | None = None
     listed_age_s: float | None = None
     to_reap: int | None = None
     parts: int | UnsetType = UNSET
@@ -318,6 +321,7 @@ def tier_report(
         checkpoints=len(entries) if is_listed else None,
         used_bytes=catalog.used_bytes(name) if is_listed else None,
         free_bytes=free_bytes,
+        room_bytes=room_bytes(catalog) if name == HOT and is_listed else None,
         listed_age_s=listed_age_s,
         to_reap=to_reap,
         parts=parts or UNSET,

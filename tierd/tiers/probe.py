@@ -88,14 +88,16 @@ def probe_exposure(about: str, path: Path, access: Access) -> Iterator[Advice]:
         yield Advice("exposure", about, "warning", message, hint)
 
 
-def probe_space(about: str, path: Path, *, checkpoint_bytes: int, used_bytes: int, keep_last: int) -> Advice:
-    """Whether `keep_last` checkpoints of this size fit, with one more being written and one being deleted."""
+def probe_space(
+    about: str, path: Path, *, checkpoint_bytes: int, used_bytes: int, keep_last: int, room_bytes: int
+) -> Advice:
+    """Whether `keep_last` checkpoints of this size fit, with `room_bytes` for the next ones."""
     free_bytes = free_bytes_at(path)
     count = keep_last + ROOM_CHECKPOINTS
     free = f"{text.size(free_bytes)} free"
     if checkpoint_bytes == 0:
         return Advice("space", about, "note", f"{free}; space for {count} checkpoints is needed")
-    needed_bytes = max(count * checkpoint_bytes - used_bytes, 0)
+    needed_bytes = max(keep_last * checkpoint_bytes + room_bytes - used_bytes, 0)
     message = f"{free}; {text.size(needed_bytes)} more are needed for {count} checkpoints in all"
     if needed_bytes <= free_bytes:
         return Advice("space", about, "ok", message)
