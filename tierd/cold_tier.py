@@ -1,11 +1,15 @@
 """Opens the cold tier that a [[cold]] section of the config describes: a directory or a bucket.
 
-Also names the directories of tiers that other users can reach, for `tierd doctor` and the log at the start.
+Also finds the settings for a bucket that is named on the command line, and names the directories of tiers that other
+users can reach, for `tierd doctor` and the log at the start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
+
+import msgspec
 
 from tierd.access import PRIVATE, Access
 from tierd.config.file import cache_folder
@@ -21,6 +25,15 @@ def exposed(config: Config) -> Iterator[Advice]:
     """The directories of tiers that other users can reach."""
     for name, path in config.directories.items():
         yield from probe_exposure(name, path, config.access)
+
+
+def cold_of_bucket(url: str, config: Config) -> ColdConfig:
+    """The settings for a place in a bucket that is named on the command line: those of the cold tier with this URL,
+    else of the first in the same bucket; where the config has none, boto3's defaults."""
+    bucket = f"s3://{urlsplit(url).netloc}"
+    colds = [cold for cold in config.cold if f"{cold.url}/".startswith(f"{bucket}/")]
+    same = [cold for cold in colds if cold.url.rstrip("/") == url.rstrip("/")]
+    return msgspec.structs.replace([*same, *colds, ColdConfig()][0], name=bucket, url=url)
 
 
 def open_cold_tier(

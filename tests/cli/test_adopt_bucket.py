@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.bucket import Bucket, Stored, bucket_server
-from tests.support.cli import House, make_house
+from tests.support.cli import House, make_checkpoint, make_house
 from tests.support.foreign import contents
 from tests.support.framework_saves import SAVES, Writer
 from tests.support.s3 import BUCKET, ENVIRONMENT
@@ -166,3 +166,14 @@ def test_names_that_no_folder_can_have_are_refused(uploaded: Uploaded) -> None:
     assert report["adopted"] == []
     assert "is not a plain relative path" in report["left"]["step-5"]
     assert "a is an object, and a folder of others" in report["left"]["step-6"]
+
+
+def test_another_prefix_of_the_bucket_of_a_cold_tier_is_read_with_its_settings(
+    uploaded: Uploaded, tmp_path: Path
+) -> None:
+    """A former prefix in the same MinIO: `--from` finds it at the endpoint of the config, as `adopt` does."""
+    make_checkpoint(tmp_path / "former", step=100)
+    uploaded.put_folder(tmp_path / "former", "former")
+    listed = uploaded.house.tierd("ls", f"s3://{BUCKET}/former", "--json")
+    assert listed.exit_code == 0, listed.stderr
+    assert [row["step"] for row in json.loads(listed.stdout)] == [100]

@@ -23,6 +23,7 @@ from tierd.cli.hot_commit import adopt_tree, existing
 from tierd.cli.log import check_key, record
 from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import settings_of
+from tierd.cold_tier import cold_of_bucket
 from tierd.config.sections import ColdConfig, Config
 from tierd.errors import BadConfig
 from tierd.format.audit import EventKind
@@ -212,17 +213,15 @@ def _bucket_settings(url: str, config: Config) -> ColdConfig:
     parts = urlsplit(url)
     if not parts.netloc or parts.query or parts.fragment:
         raise BadConfig(f"adopt {url}: expected s3://bucket/prefix")
-    buckets = {cold.url: cold for cold in config.cold if cold.url.startswith("s3://")}
     place = f"{parts.netloc}/{parts.path.strip('/')}/".replace("//", "/")
-    for other in buckets:
+    for other in (cold.url for cold in config.cold if cold.url.startswith("s3://")):
         tier = f"{urlsplit(other).netloc}/{urlsplit(other).path.strip('/')}/".replace("//", "/")
         if place.startswith(tier) or tier.startswith(place):
             raise BadConfig(
                 f"adopt {url}: the tier at {other} is {'around' if place.startswith(tier) else 'in'} it",
                 hint="give a prefix outside of the tiers",
             )
-    same = [cold for other, cold in buckets.items() if urlsplit(other).netloc == parts.netloc]
-    return msgspec.structs.replace(same[0] if same else ColdConfig(), name=f"s3://{parts.netloc}", url=url)
+    return cold_of_bucket(url, config)
 
 
 @asynccontextmanager

@@ -18,8 +18,8 @@ from tierd.catalog.identity import Identities
 from tierd.catalog.listing import refresh
 from tierd.cli.console import print_note
 from tierd.cli.options import Settings, check_tier
-from tierd.cold_tier import open_cold_tier
-from tierd.config.sections import ColdConfig, Config
+from tierd.cold_tier import cold_of_bucket, open_cold_tier
+from tierd.config.sections import Config
 from tierd.errors import BadConfig, Corrupt, TierdError, TierUnreachable
 from tierd.format.ids import HOT
 from tierd.keys.key_file import keyring_of
@@ -147,9 +147,8 @@ async def _unless_silent(catalog: Catalog, tier: Tier, listing: Coroutine[Any, A
 
 
 def _open_place(place: str, settings: Settings, *, allow_unsigned: bool) -> Tier:
-    """A bucket has the settings of the cold tier with its URL if a config has one; otherwise boto3's defaults. The keys
-    of a config hold for any place. Raises BadConfig where a config is there and cannot be used: without its keys, no
-    signature would be checked."""
+    """The keys of a config hold for any place. Raises BadConfig where a config is there and cannot be used: without its
+    keys, no signature would be checked."""
     config = settings.config()
     keyring = None if allow_unsigned else keyring_of(config.security.key_file)
     if not place.startswith("s3://"):
@@ -157,6 +156,5 @@ def _open_place(place: str, settings: Settings, *, allow_unsigned: bool) -> Tier
         if not path.is_dir():
             raise BadConfig(f"list {place}: no such directory", hint="name a directory or s3://bucket/prefix")
         return Tier(place, DirectoryStore(path), keyring=keyring)
-    same = [cold for cold in config.cold if cold.url.rstrip("/") == place.rstrip("/")]
-    tier = open_cold_tier((same or [ColdConfig(url=place)])[0], config.limits)
+    tier = open_cold_tier(cold_of_bucket(place, config), config.limits)
     return Tier(place, tier.store, tier.cache, limits=tier.limits, keyring=keyring)
