@@ -211,8 +211,8 @@ class DaemonContext:
         part = entry.part if entry is not None else None
         if entry is not None and part is not None and (self.config.health.examine or part.is_reported_unhealthy):
             is_healthy = entry.examined
-            if is_healthy is None and snapshot_set is not None and snapshot_set.diagnosis is not None:
-                is_healthy = snapshot_set.diagnosis.healthy
+            if is_healthy is None and snapshot_set is not None:
+                is_healthy = snapshot_set.is_healthy
         return wire.Persisted(
             step=checkpoint.step,
             generation=checkpoint.generation,

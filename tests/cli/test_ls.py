@@ -22,6 +22,7 @@ from tests.support.cli import House, flip_a_bit, folder_of, make_checkpoint, mak
 from tierd.cli import daemon_http as daemon
 from tierd.cli.app import make_app
 from tierd.cli.ls import by_metric
+from tierd.format.manifest import REPORTED_UNHEALTHY
 from tierd.status.checkpoint_report import CheckpointRow
 
 DEAD_S3 = """
@@ -75,6 +76,14 @@ def test_ls_prints_every_field_of_a_row_newest_first(house: House) -> None:
         "created_at": "2025-01-01T00:00:00.000+00:00",
         "metrics": {"loss": 2.5},
     }
+
+
+def test_ls_and_show_agree_on_a_checkpoint_that_the_training_reported_as_unhealthy(house: House) -> None:
+    """With `health.examine = false` nobody examines it."""
+    make_checkpoint(house.hot, step=100, metrics={REPORTED_UNHEALTHY: 1.0})
+    assert [row["healthy"] for row in house.json("ls")] == [False]
+    assert house.json("show", "run42", "100")["healthy"] is False
+    assert "NO: reported by the training" in house.tierd("show", "run42", "100").stdout
 
 
 def test_ls_prints_a_table_that_is_never_truncated(house: House) -> None:

@@ -237,7 +237,9 @@ class Operator:
         report.at_risk = self._at_risk(run, report, on_hot_disk, restore_s)
         # A snapshot in memory may be diagnosed before there is a marker.
         unhealthy = {*self._catalog.unhealthy(run)}
-        unhealthy |= {snapshot_set.id for snapshot_set in self._memory.complete(run) if snapshot_set.is_unhealthy}
+        unhealthy |= {
+            snapshot_set.id for snapshot_set in self._memory.complete(run) if snapshot_set.is_healthy is False
+        }
         set_unhealthy(report, unhealthy)
         return report
 
@@ -274,10 +276,9 @@ class Operator:
 
     async def rows(self, run: Run | None = None) -> list[CheckpointRow]:
         """As `tierd ls` shows them. Other tasks go on meanwhile."""
-        in_memory = self._memory.complete()
+        verdicts = [(snapshot_set, snapshot_set.is_healthy) for snapshot_set in self._memory.complete()]
         # That this node's part is healthy says nothing about the others.
-        health = {one.id: True for one in in_memory if one.is_healthy and one.node is None}
-        health |= {one.id: False for one in in_memory if one.is_unhealthy}
+        health = {each.id: verdict for each, verdict in verdicts if verdict is False or (verdict and each.node is None)}
         made = CheckpointRows(self._catalog, run, self._in_memory(), health)
         rows: list[CheckpointRow] = []
         for begin in range(0, len(made.ids), ROWS_AT_ONCE):

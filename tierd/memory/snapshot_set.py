@@ -83,13 +83,10 @@ class SnapshotSet:
 
     @property
     def is_healthy(self) -> bool | None:
-        """None: not examined yet."""
+        """Of a complete set, by its examination and by what the training reported; None: not examined yet."""
+        if self.is_reported_unhealthy:
+            return False
         return None if self.diagnosis is None else self.diagnosis.healthy
-
-    @property
-    def is_unhealthy(self) -> bool:
-        """Whether the examination of a complete set, or the training, says that its numbers are bad."""
-        return self.is_healthy is False or self.is_reported_unhealthy
 
     def make_manifest(self, *, sequence: int) -> Manifest:
         """The manifest of a whole set, from the lowest rank's `Sealed` message. Files not checked yet have no

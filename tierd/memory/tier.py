@@ -335,7 +335,7 @@ class MemoryTier:
 
     def newest_restorable(self, run: Run) -> SnapshotSet | None:
         """The newest complete set that is not known to be unhealthy."""
-        return next((snapshot_set for snapshot_set in self.complete(run) if not snapshot_set.is_unhealthy), None)
+        return next((snapshot_set for snapshot_set in self.complete(run) if snapshot_set.is_healthy is not False), None)
 
     def slot_counts(self) -> Counter[SlotState]:
         return Counter(

@@ -120,7 +120,10 @@ def parts_of(catalog: Catalog, checkpoint: CheckpointId, in_memory: Manifest | N
 
 
 async def read_diagnosis(entry: Entry, tiers: Mapping[str, ReadableTier]) -> Diagnosis | None:
-    """The diagnosis in the health marker of one replica; None if the checkpoint was not examined."""
+    """The diagnosis in the health marker of one replica. None if the checkpoint was not examined, and the training did
+    not report it as unhealthy."""
+    if entry.manifest.is_reported_unhealthy and False not in entry.diagnoses.values():
+        return Diagnosis(healthy=False)
     if not entry.diagnoses:
         return None
     tier, is_healthy = min(entry.diagnoses.items(), key=lambda marker: marker[1])  # the worst counts

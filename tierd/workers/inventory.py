@@ -111,7 +111,7 @@ def _held(
             part = in_memory.make_node_file()  # its head needs no checksums
             part_in.insert(0, MEMORY)
         if healthy is None:
-            healthy = False if in_memory.is_unhealthy else in_memory.is_healthy
+            healthy = in_memory.is_healthy
     if part is not None and (len(part.ranks) >= DESCRIPTORS_MAX or part.is_adopted):
         part, part_in = None, []  # it could not be handed over, or no trainer reads it
     return HeldCheckpoint(
