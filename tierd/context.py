@@ -124,6 +124,7 @@ class DaemonContext:
     watched_nodes: dict[Run, int] = field(default_factory=dict[Run, int])
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     monotonic_s: Callable[[], float] = time.monotonic
+    _fenced: dict[Run, int] = field(default_factory=dict[Run, int])
     _locks: WeakValueDictionary[CheckpointId, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     def reload(self, config: Config) -> None:
@@ -227,6 +228,18 @@ class DaemonContext:
         if is_ours or tier is not self.hot:
             self.catalog.claims.saw(run, [generation], tier.name, is_here=tier is self.hot)
         return is_ours
+
+    def fence(self, run: Run, generation: int, *, by: int) -> bool:
+        """Another start has replaced this generation: its trainers here, if there are any, are told to end. True the
+        first time, which is counted: more than one tier may say it, again and again."""
+        self.catalog.saw_generation(run, by)
+        if self.memory.generation(run) != generation:
+            return False
+        self.notify.send(run, wire.Fenced(generation=by))
+        is_new = self._fenced.get(run) != generation
+        self._fenced[run] = generation
+        self.metrics.fenced_total.inc(is_new)
+        return is_new
 
     def lock(self, checkpoint: CheckpointId) -> asyncio.Lock:
         """To be held while a replica of the checkpoint is deleted, or a marker is written beside one: a marker that is

@@ -55,6 +55,20 @@ async def test_nothing_is_copied_into_a_generation_of_another_start(rooms: Rooms
     assert rooms.catalog.generation_max(Run(RUN)) == 2, "a trainer of generation 1 that reconnects is refused"
 
 
+async def test_trainers_count_as_fenced_also_after_a_newer_generation_was_seen_and_once_for_all_tiers(
+    rooms: Rooms,
+) -> None:
+    assert await rooms.cold["cold"].claim_generation(Run(RUN), FIRST, ELSEWHERE)
+    rooms.memory.enter(Run(RUN), FIRST, Rank(0), 1)
+    rooms.catalog.saw_generation(Run(RUN), 2)
+    for _ in range(2):
+        assert not await rooms.replicator().run_once()
+    assert wire.Fenced(generation=2) in rooms.sent
+    assert rooms.count("tierd_fenced_total") == 1
+    assert not rooms.context.fence(Run(RUN), FIRST, by=Generation(3)), "another tier says it, too"
+    assert rooms.count("tierd_fenced_total") == 1
+
+
 async def test_a_start_of_this_hot_tier_that_was_killed_while_it_claimed_fences_nobody(rooms: Rooms) -> None:
     """It claimed in cold, not yet in hot. After it, cold could not be reached, and the next start got its number."""
     ours, killed = Claim.new("here", "identity of hot"), Claim.new("here", "identity of hot")

@@ -24,7 +24,7 @@ from tierd.failpoints import failpoint
 from tierd.format import layout, wire
 from tierd.format.audit import EventKind
 from tierd.format.health import Diagnosis
-from tierd.format.ids import CheckpointId, Generation, Rank, Run
+from tierd.format.ids import CheckpointId, Rank, Run
 from tierd.format.manifest import Head, Manifest
 from tierd.format.node_file import NodeFile, assemble, milestones, missing_ranks, verdict
 from tierd.tiers.tier import Tier
@@ -67,7 +67,6 @@ class Committer:
         self._random = rng or random.Random()
         self._waits: dict[CheckpointId, _Wait] = {}
         self._look_again_s: dict[CheckpointId, float] = {}  # of those without a part of this node
-        self._fenced: set[tuple[Run, int]] = set()  # reported
 
     async def run_once(self) -> bool:
         """Look once for each checkpoint that is due, newest first. False when one can not be committed."""
@@ -279,13 +278,8 @@ class Committer:
         if not generation:  # no trainer since the daemon's start
             return
         newest = await newest_claim(context.catalog, self._cold, run, above=generation)
-        if newest > generation and context.memory.generation(run) == generation:
-            context.catalog.saw_generation(run, Generation(newest))
-            context.notify.send(run, wire.Fenced(generation=newest))
-            if (run, newest) not in self._fenced:
-                self._fenced.add((run, newest))
-                context.metrics.fenced_total.inc()
-                context.incidents.record(self.name, Stale.by(newest, f"train {run}", generation))
+        if newest > generation and context.fence(run, generation, by=newest):
+            context.incidents.record(self.name, Stale.by(newest, f"train {run}", generation))
 
     def _committed(self, manifest: Manifest, names: list[str] | None = None, *, is_healthy: bool | None = None) -> None:
         context, checkpoint, tier = self._context, manifest.id, self._cold.name

@@ -14,7 +14,6 @@ import msgspec
 
 from tierd.context import DaemonContext
 from tierd.errors import Stale, TierdError, TierUnreachable
-from tierd.format import wire
 from tierd.format.claim import Claim
 from tierd.format.ids import CheckpointId, Generation, Run
 from tierd.tiers.tier import Tier
@@ -64,12 +63,7 @@ async def _claim_elsewhere(context: DaemonContext, run: Run, generation: Generat
 
 def _fence(context: DaemonContext, cold: Tier, checkpoint: CheckpointId) -> NoReturn:
     run, generation = checkpoint.run, checkpoint.generation
-    is_known = context.catalog.generation_max(run) > generation
-    context.catalog.saw_generation(run, generation + 1)
-    if context.memory.generation(run) == generation:
-        context.notify.send(run, wire.Fenced(generation=generation + 1))
-        if not is_known:
-            context.metrics.fenced_total.inc()
+    context.fence(run, generation, by=generation + 1)
     raise Stale(
         f"copy {checkpoint} to {cold.name}: another start has claimed generation {generation} of {run} there, "
         "at the same time or while this node could not reach it",
