@@ -307,7 +307,7 @@ class Operator:
         snapshot_set = self._memory.find(entry.id)
         diagnosis = (snapshot_set and snapshot_set.diagnosis) or await read_diagnosis(entry, self._context.tiers)
         is_whole_in_memory = in_memory is not None and not isinstance(in_memory, NodeFile)
-        whole_in = [tier for tier in self._context.tiers if tier in entry.tiers and not entry.is_part_in(tier)]
+        whole_in = [tier for tier in self._context.tiers if entry.is_whole_in(tier)]
         return checkpoint_report(self._catalog, entry, [MEMORY] * is_whole_in_memory + whole_in, diagnosis, in_memory)
 
     def _in_memory(self) -> list[Manifest]:

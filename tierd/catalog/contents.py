@@ -49,7 +49,7 @@ class Contents:
     def newest(self, run: Run, tier: str) -> Manifest | None:
         """The newest checkpoint that `tier` has whole and that is not known to be unhealthy."""
         newest_first = reversed(self._entries.of_run(run)) if self._entries.in_tier(tier) else ()
-        whole = (entry for entry in newest_first if tier in entry.tiers and not entry.is_part_in(tier))
+        whole = (entry for entry in newest_first if entry.is_whole_in(tier))
         return next((entry.manifest for entry in whole if entry.view.healthy is not False), None)
 
     def parts(self, run: Run) -> list[NodeFile]:

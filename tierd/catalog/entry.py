@@ -38,6 +38,9 @@ class Entry:
     def is_part_in(self, tier: str) -> bool:
         return tier == HOT and self.part is not None
 
+    def is_whole_in(self, tier: str) -> bool:
+        return tier in self.tiers and not self.is_part_in(tier)
+
     @property
     def is_whole(self) -> bool:
         """Whether a tier has all of it."""

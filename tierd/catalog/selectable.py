@@ -17,7 +17,7 @@ def candidate_of(
     """A checkpoint with the tiers that have it whole, maybe none. `is_healthy`: where it has no diagnosis marker."""
     entry = catalog.get(checkpoint)
     tiers = [MEMORY] if is_in_memory else []
-    tiers += [tier for tier in catalog.tiers if entry and tier in entry.tiers and not entry.is_part_in(tier)]
+    tiers += [tier for tier in catalog.tiers if entry and entry.is_whole_in(tier)]
     diagnosed = entry.view.healthy if entry else None
     return Candidate(
         id=checkpoint,

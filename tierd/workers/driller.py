@@ -49,7 +49,7 @@ class Driller:
             if self._now_s() < self._due_at_s[name] or not self._catalog.tiers[name].is_known:
                 continue
             # One node's part restores nothing by itself.
-            whole = (entry for entry in self._catalog.in_tier(name).values() if not entry.is_part_in(name))
+            whole = (entry for entry in self._catalog.in_tier(name).values() if entry.is_whole_in(name))
             entries = [entry for entry in whole if entry.view.healthy is not False]
             self._due_at_s[name] = self._now_s() + self._every_s
             if entries and not await self._drill(tier, random.choice(entries)):

@@ -93,7 +93,7 @@ class Fetcher:
         """(descriptors of the files, whether they are only a part). `chunks`: those needed of each file; None: all."""
         manifest = entry.manifest
         async with self._locks.setdefault(manifest.id, asyncio.Lock()):
-            is_in_hot = self._hot.name in entry.tiers and not entry.is_part_in(self._hot.name)
+            is_in_hot = entry.is_whole_in(self._hot.name)
             if not is_hot_bad and is_in_hot:
                 return await self.open_hot(manifest), False  # fetched for another rank just now
             part = await self._continue(manifest, cold)

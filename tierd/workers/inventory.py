@@ -100,7 +100,7 @@ def _held(
     """`tiers`: nearest first."""
     part: NodeFile | None = entry.part if entry is not None else None
     part_in = [HOT] if part is not None else []
-    whole_in = [tier for tier in tiers if entry is not None and tier in entry.tiers and not entry.is_part_in(tier)]
+    whole_in = [tier for tier in tiers if entry is not None and entry.is_whole_in(tier)]
     world_size = entry.manifest.world_size if entry is not None else 0
     healthy = entry.healthy if entry is not None else None
     if in_memory is not None:

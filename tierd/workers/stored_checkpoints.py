@@ -104,10 +104,9 @@ class StoredCheckpoints:
         nodes = nodes_of(entry.manifest) if entry.is_whole and self._node is not None else []
         if len(nodes) < 2:
             return False
-        whole_in = (name for name in entry.tiers if not entry.is_part_in(name))
-        if (name := next(whole_in, None)) is None:
+        tier = next((tier for name, tier in self._context.tiers.items() if entry.is_whole_in(name)), None)
+        if tier is None:
             return False  # only this node's part is left
-        tier = self._context.tiers[name]
         with suppress(TierdError):  # they may not fit together
             trees = {node: await read_tree(tier, entry.manifest, node) for node in nodes if node is not None}
             return is_same_tree(merged(trees, entry.manifest), entry.manifest, tree)
