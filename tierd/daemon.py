@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import tierd
@@ -54,7 +54,7 @@ from tierd.status.log_limit import LogLimit
 from tierd.systemd import Systemd
 from tierd.throttle import WriteThrottle
 from tierd.tiers.directory import DirectoryStore
-from tierd.tiers.lock import Lock
+from tierd.tiers.lock import Lock, LockHolder
 from tierd.tiers.part_copies import PartCopies
 from tierd.tiers.tier import Tier
 from tierd.tiers.watch import watch
@@ -96,13 +96,13 @@ def serve(config: Config, *, source: str, systemd: Systemd, read_config: Callabl
     logs.configure(LogLimit(STAGES), config.daemon.log_format)
     cold = ", ".join(f"{tier.name} {tier.url}" for tier in config.cold)
     log.info("config: %s; hot tier: %s; cold tiers: %s", source, config.hot.path, cold or "none")
-    holder = {"node": config.daemon.node, "socket": config.daemon.socket}
+    holder = LockHolder(node=config.daemon.node, socket=config.daemon.socket)
     check_user(config)
     with Lock(config.hot_path, holder, access=config.access) as hot_lock:
         raise_descriptor_limit()
         lower_priority(config.daemon.nice)
         faulthandler.enable()  # stacks on a crash, and on SIGABRT, with which systemd's watchdog ends a blocked daemon
-        asyncio.run(_Daemon(config, systemd, read_config).run(hot_lock, holder))
+        asyncio.run(_Daemon(config, systemd, read_config).run(hot_lock))
 
 
 class _Daemon:
@@ -208,9 +208,8 @@ class _Daemon:
 
     # ── running ──
 
-    async def run(self, hot_lock: Lock, holder: Mapping[str, object]) -> None:
-        """Raises BadConfig, and LockHeld when another daemon has locked the hot directory meanwhile. `holder`: what the
-        lock file says about this daemon."""
+    async def run(self, hot_lock: Lock) -> None:
+        """Raises BadConfig, and LockHeld when another daemon has locked the hot directory meanwhile."""
         context, stop = self._context, self._catch_signals()
         missing: list[SnapshotSet] = []
         await refuse_signed(context.hot)
@@ -230,7 +229,7 @@ class _Daemon:
             await http.start()
             if self._peers is not None:
                 await self._peers.start()
-            hot_lock.describe({**holder, "listen": http.address})
+            hot_lock.describe(listen=http.address)
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 watchdog = LoopWatchdog(self._metrics, context.incidents, self._systemd)

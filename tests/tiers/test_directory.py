@@ -554,8 +554,8 @@ async def test_truncated_file_is_corrupt(store: DirectoryStore) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from tierd.tiers.lock import Lock
-held = Lock(Path(sys.argv[1]), {"node": "node-7"})
+from tierd.tiers.lock import Lock, LockHolder
+held = Lock(Path(sys.argv[1]), LockHolder(node="node-7"))
 print("held", flush=True)
 sys.stdin.read()
 """

@@ -6,7 +6,6 @@ from the daemon of this hot directory, so that two daemons on one machine are ne
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import queue
 import ssl
@@ -16,18 +15,17 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from tierd.cli.console import print_note
 from tierd.config.sections import Config
 from tierd.errors import UNDECODABLE, DaemonUnreachable, NotFound, TierdError
-from tierd.format import layout
 from tierd.format.ids import HOT, MEMORY, CheckpointId
 from tierd.status.checkpoint_report import CheckpointReport, CheckpointRow
 from tierd.status.report import LOOK_S, HolderReport, StatusReport
-from tierd.tiers.lock import locked_by
+from tierd.tiers.lock import locked_by, read_holder
 
 TIMEOUT_S = 3.0
 TOTAL_FACTOR = 5.0  # times the timeout: for an answer in many pieces
@@ -105,10 +103,8 @@ def find_or_none(config: Config, *, is_fresh: bool = False) -> RunningDaemon | N
 
 def _address(config: Config) -> str:
     """The address where the daemon listens. With port 0 in the config, only the lock file has the port."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        holder = msgspec.json.decode((config.hot_path / layout.LOCK).read_bytes(), type=dict[str, Any])
-        if isinstance(address := holder.get("listen"), str):
-            return address
+    if address := read_holder(config.hot_path).listen:
+        return address
     if config.listen_address[1] == 0:
         raise DaemonUnreachable(f"ask the daemon of {config.hot_path}: none has ever run there", hint=_HINT)
     return config.daemon.listen

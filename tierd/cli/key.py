@@ -22,7 +22,7 @@ from tierd.format import audit
 from tierd.format.ids import Run, check_run
 from tierd.format.signature import ED25519, HMAC, Keyring
 from tierd.keys.key_file import keyring_of, make_key_file, read_key_file
-from tierd.tiers.lock import Lock
+from tierd.tiers.lock import Lock, LockHolder
 from tierd.transfer.signing import Signing, UnsignedFile
 
 
@@ -82,7 +82,7 @@ async def _sign_run(context: typer.Context, run: Run, step: int | None, *, is_dr
             f"sign {run}: the config names no key file",
             hint="`tierd key new PATH` makes one; set [security] key_file or $TIERD_KEY_FILE to it",
         )
-    with Lock(config.hot_path, {"node": config.daemon.node}):
+    with Lock(config.hot_path, LockHolder(node=config.daemon.node)):
         async with open_tiers(settings, allow_unsigned=True) as tiers:
             code = tiers.check_reachable()
             known = {name: tier for name, tier in tiers.by_name.items() if tiers.catalog.tiers[name].is_known}

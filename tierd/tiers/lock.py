@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -30,18 +30,31 @@ _DESCRIPTION_BYTES_MAX = 4096
 DEAD_HOLDER_S, POLL_S = 5.0, 0.02  # how long a lock is waited for whose holder is dead
 
 
+class LockHolder(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the holder describes itself in the lock file. `socket`, `listen`: where the daemon answers trainers, and
+    commands over HTTP. `pid`: 0 where the file cannot be read."""
+
+    pid: int = 0
+    node: str = ""
+    socket: str = ""
+    listen: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in msgspec.to_builtins(self).items()) or "another process"
+
+
 class Lock(AbstractContextManager["Lock"]):
     """The lock of a directory, which is made where missing. Held until `release`, or the death of this process.
 
-    `holder`: describes this process, besides its id and node. `access`: of the directory. The file is the user's alone
+    `holder`: describes this process, without its id. `access`: of the directory. The file is the user's alone
     in any case: whoever can open it for reading can hold its lock. Raises LockHeld, naming the holder, when another
     process has the lock; TierUnreachable when it cannot be taken.
     """
 
-    def __init__(self, root: Path, holder: Mapping[str, object] | None = None, *, access: Access = PRIVATE) -> None:
+    def __init__(self, root: Path, holder: LockHolder | None = None, *, access: Access = PRIVATE) -> None:
         path = self._path = root / layout.LOCK
         self._access = access
-        self._description: Mapping[str, object] = holder or {}
+        self._description = holder or LockHolder()
         try:
             make_folder(root, access)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -51,9 +64,9 @@ class Lock(AbstractContextManager["Lock"]):
             raise TierUnreachable(f"lock {path}: {error.strerror}", hint=hint) from error
         try:
             self._take()
-            self.describe(self._description)
+            self.describe()
         except BlockingIOError as error:
-            other = _describe(self._fd)
+            other = self._holder()
             self.release()
             hint = "stop that process first, or use another directory; docs/RUNBOOK.md#lock-held"
             raise LockHeld(f"lock {path}: held by {other}", hint=hint) from error
@@ -72,9 +85,12 @@ class Lock(AbstractContextManager["Lock"]):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                if time.monotonic() > deadline_s or not _has_died(_holder(self._fd)):
+                if time.monotonic() > deadline_s or not _has_died(self._holder().pid):
                     raise
             time.sleep(POLL_S)
+
+    def _holder(self) -> LockHolder:
+        return _decoded(lambda: os.pread(self._fd, _DESCRIPTION_BYTES_MAX, 0))
 
     def _keep_others_out(self, root: Path) -> None:
         stat_result = os.fstat(self._fd)
@@ -87,13 +103,14 @@ class Lock(AbstractContextManager["Lock"]):
         if stat.S_IMODE(stat_result.st_mode) & 0o077:  # an earlier version made it so
             os.fchmod(self._fd, 0o600)
 
-    def describe(self, holder: Mapping[str, object]) -> None:
-        """Replace the description of the holder. On a full disk there is none: the lock does not depend on it."""
-        self._description = holder
-        description = {"pid": os.getpid(), "node": os.uname().nodename, **holder}
+    def describe(self, *, listen: str = "") -> None:
+        """Write the description of the holder, with the address where it listens. On a full disk there is none: the lock
+        does not depend on it."""
+        holder, node = self._description, self._description.node or os.uname().nodename
+        self._description = msgspec.structs.replace(holder, pid=os.getpid(), node=node, listen=listen or holder.listen)
         try:
             os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, msgspec.json.encode(description) + b"\n", 0)
+            os.pwrite(self._fd, msgspec.json.encode(self._description) + b"\n", 0)
         except OSError as error:
             log.warning("describe this daemon in %s: %s; commands do not find it there", self._path, error.strerror)
 
@@ -125,36 +142,33 @@ class Lock(AbstractContextManager["Lock"]):
 def locked_by(root: Path) -> tuple[int, str] | None:
     """The process on this machine that holds the lock of the directory, and its state as `ps` has it, such as "T". None
     where no process is seen to hold it. Does not touch the lock: a daemon that starts now must get it."""
-    with contextlib.suppress(OSError, *UNDECODABLE):
-        raw = (root / layout.LOCK).read_bytes()[:_DESCRIPTION_BYTES_MAX]
-        pid = msgspec.json.decode(raw, type=dict[str, str | int | float]).get("pid")
+    with contextlib.suppress(OSError, ValueError):
+        pid = read_holder(root).pid
         inode = (root / layout.LOCK).stat().st_ino
         # ID: FLOCK ADVISORY WRITE PID MAJOR:MINOR:INODE START END, proc_locks(5); devices differ on btrfs.
         held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
         if any(words[-4] == str(pid) and words[-3].rpartition(":")[2] == str(inode) for words in held):
-            state = process_state(int(str(pid)))
-            return None if state is None else (int(str(pid)), state)
+            state = process_state(pid)
+            return None if state is None else (pid, state)
     return None
 
 
-def _holder(fd: int) -> dict[str, str | int | float]:
-    """As it has described itself; empty where it cannot be read."""
+def read_holder(root: Path) -> LockHolder:
+    """As the holder of the directory's lock has described itself, also if it has released the lock since."""
+    return _decoded((root / layout.LOCK).read_bytes)
+
+
+def _decoded(read: Callable[[], bytes]) -> LockHolder:
     try:
-        raw = os.pread(fd, _DESCRIPTION_BYTES_MAX, 0)
-        return msgspec.json.decode(raw, type=dict[str, str | int | float])
+        return msgspec.json.decode(read()[:_DESCRIPTION_BYTES_MAX], type=LockHolder)
     except (OSError, *UNDECODABLE):
-        return {}
+        return LockHolder()
 
 
-def _describe(fd: int) -> str:
-    return ", ".join(f"{name} {value}" for name, value in _holder(fd).items()) or "another process"
-
-
-def _has_died(holder: Mapping[str, object]) -> bool:
+def _has_died(pid: int) -> bool:
     """Whether there is no such process. One of another machine or container seems to have died, too: then its lock is
     waited for in vain, for a moment."""
-    pid = holder.get("pid")
-    if not isinstance(pid, int) or pid <= 0:
+    if pid <= 0:
         return False
     try:
         os.kill(pid, 0)
