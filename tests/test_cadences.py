@@ -7,10 +7,11 @@ from statistics import mean
 
 import pytest
 
-from tierd.cadences import RUNS_MAX, Cadences
+from tierd.cadences import Cadences
 from tierd.config.sections import SnapshotConfig
 from tierd.format.ids import Run
 from tierd.lifecycle.cadence import FIRST_S, LEAST_S, MOST_S, PRIOR_MTBF_S, young_s
+from tierd.memory.outcomes import RUNS_MAX
 
 RUN = Run("run")
 AUTO = SnapshotConfig(cadence="auto", every_steps=0)

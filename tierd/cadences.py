@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from tierd.config.sections import SnapshotConfig
 from tierd.format.ids import Run
 from tierd.lifecycle.cadence import Choice, choose, estimate_mtbf_s
+from tierd.memory.outcomes import RUNS_MAX
 
 SNAPSHOTS_REMEMBERED = 8
 STALLS_REMEMBERED = 64  # one for each rank and snapshot
-RUNS_MAX = 1024
 
 
 @dataclass(slots=True)

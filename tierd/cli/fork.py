@@ -19,9 +19,8 @@ from tierd.cli.opened_tiers import open_tiers
 from tierd.cli.options import parse_query, settings_of
 from tierd.errors import BadConfig, TargetNotEmpty, Unsupported
 from tierd.format.ids import check_run
+from tierd.format.layout import MILESTONE_CHARS_MAX
 from tierd.lifecycle.selection import select
-
-NAME_CHARS_MAX = 64  # of a milestone
 
 
 async def fork(
@@ -79,4 +78,4 @@ async def fork(
 
 def milestone_of(run: str) -> str:
     """The milestone that keeps the first checkpoint of a fork."""
-    return f"fork-{run}"[:NAME_CHARS_MAX]
+    return f"fork-{run}"[:MILESTONE_CHARS_MAX]

@@ -19,7 +19,8 @@ Generation = NewType("Generation", int)
 Rank = NewType("Rank", int)
 
 # A run is one component of a path and of an S3 key: no separators, no leading dot.
-_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+RUN_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_RUN = re.compile(RUN_PATTERN)
 _NAME = re.compile(r"([0-9]{12})-g((?!0000)[0-9]{4}|[1-9][0-9]{4,7})")
 
 STEP_MAX = 10**12 - 1

@@ -18,6 +18,7 @@ import msgspec
 from tierd.descriptors import open_all
 from tierd.errors import BadConfig, Corrupt, Mismatch, NotFound, TargetNotEmpty, TierUnreachable, Unhealthy, Unsupported
 from tierd.format import layout, manifest
+from tierd.format.ids import RUN_PATTERN
 from tierd_client.generation import CONNECT_TIMEOUT_S
 from tierd_client.log import log
 from tierd_client.ranks import Ranks
@@ -28,9 +29,7 @@ from tierd_client.session import DaemonSession
 
 AUTO, SCRATCH, REQUIRE = "auto", "scratch", "require"
 
-_RUN = re.compile(  # as ids.check_run and layout.milestone_file
-    r"run:([A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:@(?:([0-9]{1,12})|milestone:([A-Za-z0-9][A-Za-z0-9._-]{0,63})))?"
-)
+_RUN = re.compile(rf"run:({RUN_PATTERN})(?:@(?:([0-9]{{1,12}})|milestone:({layout.MILESTONE_PATTERN})))?")
 
 Resume = str | int | os.PathLike[str]
 
