@@ -77,7 +77,6 @@ def sizes(config: Config, manifests: Sequence[Manifest]) -> list[Advice]:
     largest = max(newest_by_run.values(), key=lambda manifest: manifest.size_bytes, default=None)
     checkpoint_bytes = largest.size_bytes if largest is not None else 0
     space = probe_space(
-        HOT,
         config.hot_path,
         checkpoint_bytes=checkpoint_bytes,
         used_bytes=sum(each.size_bytes for each in manifests if largest and each.run == largest.run),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.cli import make_manifest
 from tests.support.config import make_config
+from tests.support.policy import explain
 from tierd.catalog.catalog import Catalog
 from tierd.catalog.decisions import decisions, pending, to_reap, waiting
 from tierd.catalog.entry import deleted_in, view_of
@@ -179,7 +180,7 @@ def check_decisions(catalog: Catalog, config: Config) -> None:
         assert decisions(catalog, config, only=entry.id) == [each for each in decided if each.checkpoint == entry.id]
     copying = {cold.name: {copied} for cold in config.cold if (copied := catalog.copying(cold.name)) is not None}
     cold = {name: catalog.tiers[name].is_known for name in TIERS[1:]}
-    copies = policy.explain(views_of(catalog), config.lifecycle, cold=cold, hot_known=True, copying=copying)
+    copies = explain(views_of(catalog), config.lifecycle, cold=cold, hot_known=True, copying=copying)
     wanted = [each for each in copies if each.action in (Action.REPLICATE, Action.WAIT)]
     for name, checkpoints in waiting(catalog, config).items():
         assert set(checkpoints) <= {each.checkpoint for each in wanted if each.tier == name}
@@ -244,11 +245,11 @@ def test_what_has_not_changed_is_not_made_again(monkeypatch: pytest.MonkeyPatch)
     catalog, judged = Catalog(TIERS), list[Run]()
     for manifest in MANIFESTS:
         catalog.add(manifest, "cold")
-    explain = policy.explain_run
+    explain_run = policy.explain_run
 
     def count(views: list[CheckpointView], *args: Any, **options: Any) -> Any:
         judged.append(views[0].id.run)
-        return explain(views, *args, **options)
+        return explain_run(views, *args, **options)
 
     monkeypatch.setattr(policy, "explain_run", count)
     config = config_of()

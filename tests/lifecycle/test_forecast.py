@@ -12,7 +12,7 @@ import pytest
 
 from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import HOT, checkpoint_id
-from tierd.lifecycle.forecast import GIB, Forecast, RunInTier, forecast, full_in_s, goes_on
+from tierd.lifecycle.forecast import GIB, MONTH_S, Forecast, RunInTier, forecast, full_in_s, goes_on, needs
 from tierd.lifecycle.policy import CheckpointView, kept
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -237,3 +237,18 @@ def test_no_number_that_is_kept_makes_the_forecast_slow() -> None:
     began_s = time.process_time()
     assert full_in_s([held(made(6, timedelta(minutes=1)), rules)], 10_000 * GIB) == pytest.approx(600_000, rel=0.03)
     assert time.process_time() - began_s < 1.0
+
+
+def test_needs_of_hot_and_cold_before_there_is_a_checkpoint() -> None:
+    policy = LifecycleConfig(hot=TierPolicy(keep_last=3), cold=ColdPolicy(keep_last=5, keep_every=10))
+    own = {"far": ColdPolicy(keep_last=2, keep_every=0)}
+    found = needs(
+        policy, cold={"cold": 0.02, "far": 0.0}, own=own, checkpoint_bytes=2 * GIB, interval_s=600.0, steps=100
+    )
+    by_tier = {each.tier: each for each in found}
+    assert by_tier["hot"].steady_gib == 6
+    assert by_tier["far"].steady_gib == 4
+    assert by_tier["cold"].steady_gib == 10
+    assert by_tier["cold"].growth_gib == pytest.approx(2 * MONTH_S / 600.0 / 10, rel=0.01)
+    assert by_tier["cold"].growth_cost == pytest.approx(0.02 * 2 * MONTH_S / 600.0 / 10, rel=0.01)
+    assert by_tier["hot"].growth_gib == by_tier["far"].growth_gib == 0

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.policy import brief, by_replica, plan, sequences, view
+from tests.support.policy import brief, by_replica, explain, plan, sequences, view
 from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import HOT
-from tierd.lifecycle.policy import Action, CheckpointView, Decision, explain, kept
+from tierd.lifecycle.policy import Action, CheckpointView, Decision, kept
 
 DEFAULT = LifecycleConfig()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.support.policy import brief, by_replica, plan, view
+from tests.support.policy import brief, by_replica, explain, plan, view
 from tierd.config.sections import ColdPolicy, LifecycleConfig
 from tierd.format.ids import HOT
-from tierd.lifecycle.policy import Action, copies, explain, lasting
+from tierd.lifecycle.policy import Action, copies, lasting
 
 DEFAULT = LifecycleConfig()
 BOTH = {"cold": True, "dr": True}

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.support.policy import explain
 from tierd.config.sections import ColdPolicy, LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, checkpoint_id
-from tierd.lifecycle.policy import Action, CheckpointView, Decision, explain
+from tierd.lifecycle.policy import Action, CheckpointView, Decision
 from tierd.lifecycle.pressure import hot_deletions_for
 
 SIZE = 100

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from tierd.config.sections import LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, checkpoint_id
-from tierd.lifecycle.policy import Action, CheckpointView, Decision, copies, deletions, explain
+from tierd.lifecycle.policy import Action, CheckpointView, Decision, by_run, copies, deletions, explain_run
 
 
 def view(
@@ -35,6 +35,21 @@ def view(
         gone=frozenset(gone),
         is_part=is_part,
     )
+
+
+def explain(
+    checkpoints: Iterable[CheckpointView],
+    rules: LifecycleConfig,
+    *,
+    cold: Mapping[str, bool],
+    hot_known: bool,
+    own: Mapping[str, TierPolicy] = MappingProxyType({}),
+    copying: Mapping[str, Container[CheckpointId]] = MappingProxyType({}),
+) -> list[Decision]:
+    """As `explain_run`, of all runs, by name."""
+    runs = [views for _, views in by_run(checkpoints)]
+    more = {"cold": cold, "hot_known": hot_known, "own": own, "copying": copying}
+    return [decision for views in runs for decision in explain_run(views, rules, **more)]
 
 
 def plan(

@@ -77,7 +77,7 @@ def test_free_space_is_compared_with_the_checkpoints_that_the_lifecycle_keeps(tm
 
     def verdict(checkpoint_bytes: int, used_bytes: int = 0) -> tuple[str, int]:
         sizes = {"checkpoint_bytes": checkpoint_bytes, "used_bytes": used_bytes, "room_bytes": 2 * checkpoint_bytes}
-        found = probe_space("hot", tmp_path, keep_last=3, **sizes)
+        found = probe_space(tmp_path, keep_last=3, **sizes)
         return found.verdict, found.exit_code if found.verdict == "problem" else 0
 
     assert verdict(0) == ("note", 0)

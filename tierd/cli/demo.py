@@ -23,25 +23,25 @@ from tierd.errors import TierdError
 from tierd.format import text
 from tierd.format.ids import checkpoint_id
 
+EVERY = 5
+TRAINER_DIES = 18
 PACE = 0.2  # delay of a paced step, as a share of the time in which the daemon starts
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The length of the run. A snapshot is taken every `every` steps; each failure happens between two snapshots."""
+    """The length of the run. A snapshot is taken every EVERY steps; each failure happens between two snapshots."""
 
     steps: int
-    every: int
     model: str
-    trainer_dies: int
     daemon_dies: int
     disk_dies: int
     is_paced: bool = False
     """Slow the steps of a small model down: a process must start within few of them, on a busy machine too."""
 
 
-FULL = Scale(steps=80, every=5, model="default", trainer_dies=18, daemon_dies=38, disk_dies=63)
-FAST = Scale(steps=60, every=5, model="tiny", trainer_dies=18, daemon_dies=33, disk_dies=48, is_paced=True)
+FULL = Scale(steps=80, model="default", daemon_dies=38, disk_dies=63)
+FAST = Scale(steps=60, model="tiny", daemon_dies=33, disk_dies=48, is_paced=True)
 
 
 def demo(
@@ -100,7 +100,7 @@ class _Demo(DemoRun):
         self._train(undisturbed, "--no-tierd")
         self._wait_ended("trainer", "the undisturbed training")
 
-        print_note(f"2/5  the same training with tierd: a snapshot every {scale.every} steps")
+        print_note(f"2/5  the same training with tierd: a snapshot every {EVERY} steps")
         self._start_daemon()
         self._start_trainer()
         rows = [self._lose_trainer(), self._lose_daemon(), self._lose_disk()]
@@ -113,7 +113,7 @@ class _Demo(DemoRun):
     # ── the three failures: each returns its row of the table ──
 
     def _lose_trainer(self) -> list[str]:
-        self._wait_step(self._scale.trainer_dies, "trainer")
+        self._wait_step(TRAINER_DIES, "trainer")
         print_note(f"3/5  step {self._last_step()}: SIGKILL to the trainer")
         started_s = time.monotonic()
         self._kill("trainer")
@@ -124,12 +124,12 @@ class _Demo(DemoRun):
 
     def _lose_daemon(self) -> list[str]:
         self._wait_step(self._scale.daemon_dies, "trainer")
-        print_note(f"4/5  step {self._last_step()}: SIGKILL to the daemon, for {self._scale.every} steps and more")
+        print_note(f"4/5  step {self._last_step()}: SIGKILL to the daemon, for {EVERY} steps and more")
         started_s = time.monotonic()
         self._kill("daemon")
         died_at = self._last_step()
         # Train past a snapshot, so that one is staged while there is no daemon.
-        self._wait_step(died_at + self._scale.every + 1, "trainer")
+        self._wait_step(died_at + EVERY + 1, "trainer")
         self._start_daemon()
         self._wait(
             lambda: self._newest(self._hot)["step"] > died_at, "the daemon to persist the staged snapshot", "trainer"
@@ -145,7 +145,7 @@ class _Demo(DemoRun):
     def _lose_disk(self) -> list[str]:
         self._wait_step(self._scale.disk_dies, "trainer")
         # Replication of the last snapshot takes about a second here.
-        wanted = self._scale.disk_dies // self._scale.every * self._scale.every
+        wanted = self._scale.disk_dies // EVERY * EVERY
         self._wait(
             lambda: self._newest(self._cold)["step"] >= wanted, f"step {wanted} to reach the cold tier", "trainer"
         )
@@ -174,7 +174,7 @@ class _Demo(DemoRun):
     def _train(self, losses: Path, *more: str) -> None:
         scale = self._scale
         self._log_of("trainer").write_bytes(b"")
-        length = ("--steps", str(scale.steps), "--every", str(scale.every), "--model-size", scale.model)
+        length = ("--steps", str(scale.steps), "--every", str(EVERY), "--model-size", scale.model)
         self._start("trainer", TRAINER, *length, "--run", RUN, "--loss-file", str(losses), "--device", "cpu", *more)
 
     def _start_trainer(self) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from tierd.config.sections import ColdConfig, Config
 from tierd.format.ids import HOT
 from tierd.format.text import duration, size
-from tierd.lifecycle.forecast import FULL_SOON_S, GIB, MONTH_S, Forecast
-from tierd.lifecycle.needs import needs
+from tierd.lifecycle.forecast import FULL_SOON_S, GIB, MONTH_S, Forecast, needs
 from tierd.lifecycle.pressure import room_for_next
 from tierd.local_checks import memlock
 from tierd.status.report import StatusReport

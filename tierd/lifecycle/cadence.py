@@ -128,7 +128,7 @@ def efficiency(costs: Costs, interval_s: float) -> float:
     return work_s / (costs.mtbf_s * math.exp(extra_s / costs.mtbf_s) * math.expm1(interval_s / costs.mtbf_s))
 
 
-def outcome(costs: Costs, interval_s: float, *, failures: int = FAILURES_SIMULATED, seed: int = 0) -> Outcome:
+def outcome(costs: Costs, interval_s: float, *, failures: int = FAILURES_SIMULATED) -> Outcome:
     """Raises BadConfig for an interval that is no positive number."""
     check_seconds("the interval", interval_s)
     saving = min(1.0, costs.save_s / interval_s)
@@ -141,7 +141,7 @@ def outcome(costs: Costs, interval_s: float, *, failures: int = FAILURES_SIMULAT
         restarting=restarting,
         first_order=1 - saving - lost - restarting,
         daly=efficiency(costs, interval_s),
-        simulated=simulate(costs, interval_s, failures=failures, seed=seed),
+        simulated=simulate(costs, interval_s, failures=failures),
         failures_per_interval=interval_s / costs.mtbf_s,
     )
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from statistics import median
 
 import msgspec
 
 from tierd.config.sections import LifecycleConfig, TierPolicy
-from tierd.format.ids import HOT, CheckpointId, Run, Step
+from tierd.format.ids import HOT, CheckpointId, Run, Step, checkpoint_id
 from tierd.lifecycle.policy import CheckpointView, by_run, kept, kept_forever
 
 GIB = 1 << 30
@@ -26,6 +26,7 @@ _BISECTIONS = 10  # the result is exact to 2 %
 _GOES_ON_INTERVALS = 3.0  # a run whose newest checkpoint is older than so many intervals has ended, or pauses
 _PACE_INTERVALS = 9  # of their median, a new cadence is the pace after five intervals, and four pauses are ignored
 SIMULATED_MAX = 20_000  # checkpoints: one for each hour of two years; /api/v1/lifecycle computes it on the event loop
+_ANY_TIME = datetime(2025, 1, 1, tzinfo=UTC)
 _PERIODS_S = {"keep_hourly": 3600.0, "keep_daily": 86400.0, "keep_weekly": 7 * 86400.0}
 
 
@@ -81,6 +82,26 @@ def forecast(
                 )
             )
     return forecasts
+
+
+def needs(
+    policy: LifecycleConfig,
+    *,
+    cold: Mapping[str, float],
+    own: Mapping[str, TierPolicy],
+    checkpoint_bytes: int,
+    interval_s: float,
+    steps: int,
+) -> list[Forecast]:
+    """The forecast of each tier before there is any checkpoint, for a run that saves `checkpoint_bytes` every
+    `interval_s`, which is every `steps` steps. Without milestones, best and unhealthy checkpoints: their number is not
+    known before. `cold`, `own`: as of `forecast`."""
+    # Two, because the interval and the steps are computed from one checkpoint to the next.
+    first, views = checkpoint_id("forecast", steps, 1), list[CheckpointView]()
+    for number in (1, 2):
+        created_at = _ANY_TIME + timedelta(seconds=number * interval_s)
+        views.append(_simulated(first, number, number * steps, created_at))
+    return forecast(views, {view.id: checkpoint_bytes for view in views}, policy, cold=cold, own=own)
 
 
 def rules_by_tier(
@@ -196,7 +217,7 @@ def _coming(
     coming: list[CheckpointView] = []
     for ahead in hourly:
         created_at = newest_at + timedelta(seconds=ahead * pace.interval_s)
-        coming.append(_simulated(newest, newest.sequence + ahead, newest.id.step + ahead, created_at))
+        coming.append(_simulated(newest.id, newest.sequence + ahead, newest.id.step + ahead, created_at))
     return coming
 
 
@@ -268,13 +289,13 @@ def _past(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], pace: Ch
             created_at = newest_at - timedelta(seconds=back * pace.interval_s)
         except OverflowError:  # before the year 1
             break
-        past.append(_simulated(newest, -back, -back, created_at))
+        past.append(_simulated(newest.id, -back, -back, created_at))
     return past
 
 
-def _simulated(newest: CheckpointView, sequence: int, step: int, created_at: datetime | None) -> CheckpointView:
+def _simulated(other: CheckpointId, sequence: int, step: int, created_at: datetime | None) -> CheckpointView:
     return CheckpointView(
-        id=CheckpointId(newest.id.run, Step(step), newest.id.generation),
+        id=CheckpointId(other.run, Step(step), other.generation),
         sequence=sequence,
         milestones=frozenset(),
         healthy=None,
@@ -288,7 +309,7 @@ def _growth_count(views: Sequence[CheckpointView], rules: Sequence[TierPolicy], 
     newest = views[-1]
     count_max = SIMULATED_MAX // 2 if any(rule.keep_every or rule.keep_every_steps for rule in rules) else 1
     future = (
-        _simulated(newest, newest.sequence + count, newest.id.step + count * pace.steps, None)
+        _simulated(newest.id, newest.sequence + count, newest.id.step + count * pace.steps, None)
         for count in range(1, count_max + 1)
     )
     by_number = [msgspec.structs.replace(rule, milestones=False) for rule in rules]

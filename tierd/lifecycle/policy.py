@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 from functools import cache
-from types import MappingProxyType
 
 from tierd.config.sections import LifecycleConfig, TierPolicy
 from tierd.format.ids import HOT, CheckpointId, Run
@@ -94,39 +93,24 @@ def deletions(decisions: Iterable[Decision]) -> list[Decision]:
     return sorted(deleted, key=lambda deletion: (deletion.checkpoint.run, deletion.checkpoint.recency))
 
 
-def explain(
-    checkpoints: Iterable[CheckpointView],
-    policy: LifecycleConfig,
-    *,
-    cold: Mapping[str, bool],
-    hot_known: bool,
-    own: Mapping[str, TierPolicy] = MappingProxyType({}),
-    copying: Mapping[str, Container[CheckpointId]] = MappingProxyType({}),
-) -> list[Decision]:
-    """What becomes of every checkpoint in every tier that holds it or should: newest first, runs by name.
-
-    `cold`: each cold tier's name, and whether its contents are known now. `own`: the policies of the cold tiers that do
-    not use the common one. `copying`: by cold tier, what is being copied to it. The tier selects it until it is there,
-    whatever is newer by then; unless it was found unhealthy.
-    """
-    decisions: list[Decision] = []
-    for _, views in by_run(checkpoints):
-        decisions += explain_run(views, policy, cold=cold, hot_known=hot_known, own=own, copying=copying)
-    return decisions
-
-
 def explain_run(
     views: Iterable[CheckpointView],
     policy: LifecycleConfig,
     *,
     cold: Mapping[str, bool],
     hot_known: bool,
-    own: Mapping[str, TierPolicy] = MappingProxyType({}),
-    copying: Mapping[str, Container[CheckpointId]] = MappingProxyType({}),
+    own: Mapping[str, TierPolicy],
+    copying: Mapping[str, Container[CheckpointId]],
     with_kept: bool = True,
     only: CheckpointId | None = None,
 ) -> list[Decision]:
-    """As `explain`, of one run. `with_kept`: also the replicas that stay, and why. `only`: of this checkpoint."""
+    """What becomes of every checkpoint of a run in every tier that holds it or should: newest first.
+
+    `cold`: each cold tier's name, and whether its contents are known now. `own`: the policies of the cold tiers that do
+    not use the common one. `copying`: by cold tier, what is being copied to it. The tier selects it until it is there,
+    whatever is newer by then; unless it was found unhealthy. `with_kept`: also the replicas that stay, and why. `only`:
+    of this checkpoint.
+    """
     decisions: list[Decision] = []
     newest_first = sorted(views, key=_recency, reverse=True)
     run_policy = _RunPolicy(newest_first, policy, cold=cold, hot_known=hot_known, own=own, copying=copying)
@@ -210,9 +194,6 @@ class _RunPolicy:
         self._own_keeps = {
             tier: _Selection([view for view in present if tier in view.tiers], policies[tier]) for tier in self._known
         }
-
-    def _without_gone(self, views: list[CheckpointView], tier: str) -> list[CheckpointView]:
-        return [view for view in views if not self._is_gone(view, tier)]
 
     def _is_gone(self, view: CheckpointView, tier: str) -> bool:
         """Whether the tier has deleted it and does not get it again. It does if the reason came after the deletion: it

@@ -20,6 +20,7 @@ from tierd.access import Access
 from tierd.cgroup import MemoryLimit
 from tierd.errors import Full, TierdError
 from tierd.format import text
+from tierd.format.ids import HOT
 from tierd.lifecycle.pressure import ROOM_CHECKPOINTS
 from tierd.tiers.direct_io import set_direct
 
@@ -88,23 +89,21 @@ def probe_exposure(about: str, path: Path, access: Access) -> Iterator[Advice]:
         yield Advice("exposure", about, "warning", message, hint)
 
 
-def probe_space(
-    about: str, path: Path, *, checkpoint_bytes: int, used_bytes: int, keep_last: int, room_bytes: int
-) -> Advice:
-    """Whether `keep_last` checkpoints of this size fit, with `room_bytes` for the next ones."""
-    free_bytes = free_bytes_at(path)
+def probe_space(hot: Path, *, checkpoint_bytes: int, used_bytes: int, keep_last: int, room_bytes: int) -> Advice:
+    """Whether `keep_last` checkpoints of this size fit in hot, with `room_bytes` for the next ones."""
+    free_bytes = free_bytes_at(hot)
     count = keep_last + ROOM_CHECKPOINTS
     free = f"{text.size(free_bytes)} free"
     if checkpoint_bytes == 0:
-        return Advice("space", about, "note", f"{free}; space for {count} checkpoints is needed")
+        return Advice("space", HOT, "note", f"{free}; space for {count} checkpoints is needed")
     needed_bytes = max(keep_last * checkpoint_bytes + room_bytes - used_bytes, 0)
     message = f"{free}; {text.size(needed_bytes)} more are needed for {count} checkpoints in all"
     if needed_bytes <= free_bytes:
-        return Advice("space", about, "ok", message)
+        return Advice("space", HOT, "ok", message)
     hint = "docs/RUNBOOK.md#disk-full"
     if free_bytes < checkpoint_bytes:
-        return Advice("space", about, "problem", message, hint, Full.exit_code)
-    return Advice("space", about, "warning", message, hint)
+        return Advice("space", HOT, "problem", message, hint, Full.exit_code)
+    return Advice("space", HOT, "warning", message, hint)
 
 
 def probe_memory(limit: MemoryLimit | None, *, checkpoint_bytes: int, slots: int) -> Advice:

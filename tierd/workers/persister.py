@@ -8,7 +8,6 @@ makes room; if it cannot, or if the disk has failed twice, the snapshot is left 
 from __future__ import annotations
 
 import contextlib
-import logging
 
 from tierd.catalog.listing import is_listed, next_sequence
 from tierd.context import DaemonContext
@@ -23,8 +22,6 @@ from tierd.memory.snapshot_set import Snapshot, SnapshotSet
 from tierd.tiers.pool import for_each
 from tierd.workers.hot_space import HotSpace, MakeRoom
 from tierd.workers.recovery import clear_uncommitted
-
-log = logging.getLogger("tierd")
 
 SHARDS_IN_FLIGHT = 8  # ranks of one node; the store bounds the writes beneath
 

@@ -7,7 +7,6 @@ copied stays in hot until it is committed, however slow the tier is: so the tier
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from tierd.tiers.checkpoint_copy import copy_checkpoint, copy_part
 from tierd.tiers.tier import Tier
 from tierd.workers.deferred_claim import confirm_claim
 from tierd.workers.leftovers import Leftovers
-
-log = logging.getLogger("tierd")
 
 VERDICT_S = 60.0  # how long a part waits until it is examined
 RETRIED_AFTER = 3  # copies; a checkpoint that failed waits for them, if others are pending

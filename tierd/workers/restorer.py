@@ -111,8 +111,7 @@ class Restorer:
             try:
                 selected = next(selections)
             except TierdError as error:
-                is_any = find.step is None and find.milestone is None and find.tier == AUTO
-                if isinstance(error, NotFound) and is_any:
+                if isinstance(error, NotFound) and not query.is_named and find.tier == AUTO:
                     self._check_lost(run)
                     self._check_parts(run)
                 # Keep what was fetched if the same fetch may succeed later. A rank that names chunks asks again.

@@ -8,7 +8,6 @@ storage another daemon may have copied what this machine does not see yet: see O
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import random
@@ -40,8 +39,6 @@ from tierd.workers.sidecar_versions import SidecarVersions
 from tierd.workers.watch_state import SHOWN_MAX, lines
 
 T = TypeVar("T")
-
-log = logging.getLogger("tierd")
 
 POLL_S = 2.0
 COPY_S = 5.0  # between two copies of one file
