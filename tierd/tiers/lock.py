@@ -104,8 +104,8 @@ class Lock(AbstractContextManager["Lock"]):
             os.fchmod(self._fd, 0o600)
 
     def describe(self, *, listen: str = "") -> None:
-        """Write the description of the holder, with the address where it listens. On a full disk there is none: the lock
-        does not depend on it."""
+        """Write the description of the holder, with the address where it listens. On a full disk there is none: the
+        lock does not depend on it."""
         holder, node = self._description, self._description.node or os.uname().nodename
         self._description = msgspec.structs.replace(holder, pid=os.getpid(), node=node, listen=listen or holder.listen)
         try:

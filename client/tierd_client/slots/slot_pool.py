@@ -25,7 +25,7 @@ from tierd_client.slots.slot_states import TRANSITIONS, PooledSlotEvent, PooledS
 POLL_S = 0.25  # how often a wait checks whether the daemon is still there
 ABSENCE_S = 3.0  # the longest wait for a daemon that restarts
 SILENCE_S = 10.0  # a daemon that answers nothing for longer counts as hung
-ASK_INTERVAL_S = 2.0  # how often a wait has the daemon answer
+ASK_INTERVAL_S = 2.0  # of a wait: an answer may be lost with the daemon that sent it
 
 
 @dataclass(slots=True)

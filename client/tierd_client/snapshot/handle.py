@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tierd.errors import TierdError, Transient
-
-ASK_INTERVAL_S = 2.0  # an answer may be lost with the daemon that sent it: ask again
+from tierd_client.slots.slot_pool import ASK_INTERVAL_S
 
 
 @dataclass(eq=False)
