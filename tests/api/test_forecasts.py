@@ -121,6 +121,15 @@ async def test_what_another_node_copies_is_not_due_here(rooms: Rooms) -> None:
     assert (await read(rooms, hot=100 * MB, cold=None)).due_every_s == {"cold": 60.0}
 
 
+async def test_a_run_of_another_node_takes_no_space_in_hot(rooms: Rooms) -> None:
+    """It comes into a shared cold tier only."""
+    save(rooms, 3, run="other", tiers=("cold",))
+    found = await read(rooms, hot=1, cold=100 * MB)
+    assert (found.disk("hot", NOW), found.disk("cold", NOW)) == (None, DiskForecast(verdict="fits"))
+    save(rooms, 3, tiers=("hot", "cold"))
+    assert (await read(rooms, hot=10 * MB, cold=None)).disk("hot", NOW) == DiskForecast(verdict="fits"), "7 more and 2"
+
+
 async def test_where_only_another_node_copies_nothing_is_due(rooms: Rooms) -> None:
     save(rooms, 3, run="other", tiers=("cold",))
     assert (await read(rooms, hot=100 * MB, cold=None)).due_every_s == {}

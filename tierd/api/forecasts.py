@@ -112,24 +112,26 @@ def _forecasts(
 ) -> TierForecasts:
     has_new = bool(attached - {run.run for run in runs})  # some run has no checkpoint yet
     runs = [run for run in runs if run.run in attached or goes_on(run.views, now)]
+    # Those of other nodes never come to hot.
+    here = {run.run for run in runs if run.run in attached or HOT in run.views[-1].tiers}
     full_at: dict[str, datetime | str | None] = {}
     due_every_s: dict[str, float] = {}
     late: list[Late] = []
     # Hot last: what it keeps for a cold tier depends on how often a checkpoint is due there.
     tiers = sorted(free, key=lambda tier: tier == HOT)
     for tier, free_bytes in ((tier, free[tier]) for tier in tiers) if runs or has_new else ():
-        of_tier = [run for run in runs if run.tier == tier]
+        of_tier = [run for run in runs if run.tier == tier and (tier != HOT or run.run in here)]
         paces = {run.run: pace.interval_s for run in of_tier if (pace := pace_of(run.views)) is not None}
         is_known = len(paces) == len(of_tier) and not has_new
-        copied = [run.run for run in of_tier if run.run in attached or HOT in run.views[-1].tiers]
+        copied = [run for run in of_tier if run.run in here]
         if tier != HOT and is_known and copied:
-            due_every_s[tier] = round(1 / sum(1 / paces[run] for run in copied), 3)
-            copied_here = [run for run in of_tier if run.run in copied]
-            late += _late(tier, copied_here, cold[tier], due_every_s=due_every_s[tier])
+            due_every_s[tier] = round(1 / sum(1 / paces[run.run] for run in copied), 3)
+            late += _late(tier, copied, cold[tier], due_every_s=due_every_s[tier])
         if free_bytes is not None and tier not in on_hot_disk:
-            on_disk = [run for run in runs if run.tier == tier or (tier == HOT and run.tier in on_hot_disk)]
+            on_disk = [*of_tier, *(run for run in runs if tier == HOT and run.tier in on_hot_disk)]
             on_disk = [msgspec.structs.replace(run, late=late) if run.tier == HOT else run for run in on_disk]
-            full_at[tier] = _full_at(on_disk, free_bytes, now) if is_known else "unknown"
+            if on_disk or has_new:
+                full_at[tier] = _full_at(on_disk, free_bytes, now) if is_known else "unknown"
     return TierForecasts(full_at, due_every_s, [each.tier for each in late])
 
 
