@@ -27,7 +27,6 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_store, "RETRY_MIN_S", 0.001)
-    monkeypatch.setattr(peer_store, "READ_TIMEOUT_S", 0.5)
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from tierd_client.state.per_rank import PerRankEntries
-from tierd_client.state.training_state import TrainingState, architecture_hash
+from tierd_client.state.training_state import TrainingState, architecture_of
 
 from tests.support.state import one_step, small_net
 from tierd.errors import BadConfig
@@ -68,4 +68,4 @@ def test_stored_names_end_in_the_rank_and_the_architecture_does_not_depend_on_it
     }
     assert stored == {f"{name}@00001" for name in {"model.0.weight", "model.0.bias", *moments}}
     assert captured.tree["model"]["per_rank"] == {"suffix": "@00001", "names": ["model.0.weight", "model.0.bias"]}
-    assert architecture_hash(captured) == architecture_hash(state.capture(0, 1))
+    assert architecture_of(captured) == architecture_of(state.capture(0, 1))

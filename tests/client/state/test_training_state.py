@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-from tierd_client.state.training_state import TrainingState, architecture_hash
+from tierd_client.state.training_state import TrainingState, architecture_of
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.support.state import Files, Loader, Training, assert_same, restore, small_net, stage
@@ -153,7 +153,7 @@ def test_bytes_of_one_dtype_are_not_restored_into_another(files: Files) -> None:
 
 def test_architecture_hash_depends_only_on_the_model() -> None:
     def hash_of(model: torch.nn.Module, **state: Any) -> str:
-        return architecture_hash(TrainingState(model=model, **state).capture(0, 1))
+        return architecture_of(TrainingState(model=model, **state).capture(0, 1))
 
     assert hash_of(small_net()) == hash_of(small_net(), extra={"step": 3})
     assert hash_of(small_net()) != hash_of(small_net().bfloat16())
