@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,25 @@ async def test_transfer_manager_is_not_used_where_boto3_prefers_it(
     await put(store)
     assert served.count("upload_part") == SIZE_BYTES // CHUNK_BYTES
     assert await store.get_bytes(KEY, size_max=SIZE_BYTES) == content(SIZE_BYTES)
+    await store.close()
+
+
+@pytest.mark.parametrize("served", ["https"], indirect=True)
+async def test_no_connection_changes_the_tls_context_that_all_share(
+    served: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that opens a connection reads the context without Python's lock: it would read freed memory."""
+    set_protocols, changed = ssl.SSLContext.set_alpn_protocols, list[ssl.SSLContext]()
+
+    def change(context: ssl.SSLContext, protocols: Iterable[str]) -> None:
+        changed.append(context)
+        set_protocols(context, protocols)
+
+    monkeypatch.setattr(ssl.SSLContext, "set_alpn_protocols", change)
+    store = store_at(served)
+    await put(store)
+    await asyncio.gather(*(store.get_bytes(KEY, size_max=SIZE_BYTES) for _ in range(4)))
+    assert len(changed) == 1, "when the context was made"
     await store.close()
 
 

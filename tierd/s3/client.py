@@ -214,6 +214,14 @@ class _ConnectionPool(AWSHTTPConnectionPool):
 class _TLSConnectionPool(AWSHTTPSConnectionPool):
     ConnectionCls = _TLSConnection
 
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        # urllib3 sets the protocols again for each connection. That frees those of the context, which a thread that
+        # opens another connection may be reading: https://github.com/python/cpython/issues/141012
+        context: Any = self.conn_kw["ssl_context"]
+        context.set_alpn_protocols(["http/1.1"])
+        context.set_alpn_protocols = lambda protocols: None
+
 
 def _shut(connected: socket.socket) -> None:
     with suppress(OSError):  # it is closed already
