@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
+from typing import Any
 
 from tierd.config.sections import LifecycleConfig, TierPolicy
 from tierd.format.ids import CheckpointId, checkpoint_id
@@ -52,18 +53,10 @@ def explain(
     return [decision for views in runs for decision in explain_run(views, rules, **more)]
 
 
-def plan(
-    checkpoints: Iterable[CheckpointView],
-    rules: LifecycleConfig,
-    *,
-    cold: Mapping[str, bool],
-    hot_known: bool,
-    own: Mapping[str, TierPolicy] = MappingProxyType({}),
-    copying: Mapping[str, Container[CheckpointId]] = MappingProxyType({}),
-) -> list[Decision]:
-    """What is carried out: the copies in their order, then the deletions in theirs. Arguments as of `explain`."""
+def plan(checkpoints: Iterable[CheckpointView], rules: LifecycleConfig, **arguments: Any) -> list[Decision]:
+    """What is carried out: the copies in their order, then the deletions in theirs. `arguments`: as of `explain`."""
     views = list(checkpoints)
-    decisions = explain(views, rules, cold=cold, hot_known=hot_known, own=own, copying=copying)
+    decisions = explain(views, rules, **arguments)
     return copies(decisions, {one.id for one in views if one.milestones}) + deletions(decisions)
 
 
