@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,18 +117,44 @@ def test_shard_of_a_newer_format_version_is_refused(files: Files) -> None:
         read_headers([files.on_disk(layout.encode_header({"format_version": 2}))])
 
 
-def test_error_in_one_chunk_stops_the_others(files: Files) -> None:
+def test_error_in_one_chunk_stops_the_others(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     good = stage(TrainingState(model=model_of(600)))
     raw = bytearray(good)
     raw[CHUNK_BYTES + 9] ^= 1
-    source = files.on_disk(bytes(raw))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # memory is read by one thread then
+    source = files.in_memory(bytes(raw))
     source.entry = entry_of(good)
     state = TrainingState(model=(model := model_of(600, fill=5.0)))
     shards, tensors = read_headers([source])
     plan = state.plan_restore(StoredState(shards[source.name].tierd["state"], tensors))
     with pytest.raises(Corrupt, match="chunk 1 "):
-        ReadPlan([source], plan.destinations.values()).run(workers=1)
+        ReadPlan([source], plan.destinations.values()).run()
     assert (model[0].weight == 5.0).any()
+
+
+@pytest.mark.parametrize(("place", "threads"), [("in_memory", 2), ("on_disk", load_module.THREADS)])
+def test_memory_is_read_by_no_more_threads_than_cores(
+    files: Files, monkeypatch: pytest.MonkeyPatch, place: str, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    source = getattr(files, place)(stage(TrainingState(model=model_of(600))))
+    all_there = threading.Barrier(threads + 1)  # broken after the timeout if there are fewer threads
+    reading: set[int] = set()
+
+    def read_chunk(index: int, scratch: torch.Tensor) -> Iterator[load_module.Block]:
+        reading.add(threading.get_ident())
+        if len(reading) >= threads:
+            all_there.abort()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            all_there.wait(5)
+        yield from SourceFile.read_chunk(source, index, scratch)
+
+    shards, tensors = read_headers([source])
+    into = TrainingState(model=model_of(600))
+    plan = into.plan_restore(StoredState(shards[source.name].tierd["state"], tensors))
+    monkeypatch.setattr(source, "read_chunk", read_chunk)
+    assert ReadPlan([source], plan.destinations.values()).run() > (threads + 1) * CHUNK_BYTES
+    assert len(reading) == threads
 
 
 # ── chunks, blocks and regions ──
