@@ -35,7 +35,7 @@ BLOCK_BYTES = 2 << 20  # fits in the CPU's caches between checksum and copy; sma
 _HINT = "another replica may be intact; see docs/RUNBOOK.md#corrupt-chunk"
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """Bytes of a file from `offset` on, and their address in memory. Valid until the next block is read."""
 
     offset: int
@@ -92,7 +92,7 @@ class SourceFile:
                 break
         return header
 
-    def read_chunk(self, index: int, scratch: torch.Tensor) -> Iterator[Block]:
+    def read_chunk(self, index: int, scratch: torch.Tensor) -> Iterator[FileBlock]:
         """Yields the blocks of a chunk.
 
         Raises Corrupt after the last block when the chunk's checksum is wrong. `scratch`: BLOCK_BYTES of uint8.
@@ -113,7 +113,7 @@ class SourceFile:
         if self._mapping is not None:
             self._verified.add(index)
 
-    def read_unverified(self, begin: int, end: int, scratch: torch.Tensor) -> Iterator[Block]:
+    def read_unverified(self, begin: int, end: int, scratch: torch.Tensor) -> Iterator[FileBlock]:
         """Yields the bytes `[begin, end)` as `read_chunk` does, without a check. Raises Corrupt at the file's end."""
         memory = scratch if self._mapping is None else self._mapping
         # A slice of a memoryview takes a tenth of the time of a tensor's.
@@ -121,13 +121,13 @@ class SourceFile:
         for offset in range(begin, end, BLOCK_BYTES):
             length = min(BLOCK_BYTES, end - offset)
             if self._mapping is not None:
-                yield Block(offset, view[offset : offset + length], address + offset)
+                yield FileBlock(offset, view[offset : offset + length], address + offset)
                 continue
             content = view[:length]
             if missing := read_all(self._fd, offset, content):
                 ends_at = offset + length - missing
                 raise Corrupt(f"read {self.name}: it ends at byte {ends_at} of {self.entry.size_bytes}", hint=_HINT)
-            yield Block(offset, content, address)
+            yield FileBlock(offset, content, address)
 
 
 class FileElsewhere(SourceFile):
@@ -154,7 +154,7 @@ class FileElsewhere(SourceFile):
     def header(self) -> bytearray:
         return bytearray(self._header)
 
-    def read_unverified(self, begin: int, end: int, scratch: torch.Tensor) -> Iterator[Block]:
+    def read_unverified(self, begin: int, end: int, scratch: torch.Tensor) -> Iterator[FileBlock]:
         if self._fd < 0:
             raise NotFound(f"read {self.name}: only another node has it")
         return super().read_unverified(begin, end, scratch)
@@ -237,7 +237,7 @@ class _ChunkRead:
     sinks: Sequence[_Sink]
     max_ends: Sequence[int]
 
-    def blocks(self, scratch: torch.Tensor, *, is_verified: bool) -> Iterator[Block]:
+    def blocks(self, scratch: torch.Tensor, *, is_verified: bool) -> Iterator[FileBlock]:
         """All blocks of the chunk, or, if they are not verified, those with bytes for the sinks."""
         if is_verified:
             return self.file.read_chunk(self.index, scratch)
@@ -245,7 +245,7 @@ class _ChunkRead:
         ranges = ((max(begin, sink.begin), min(begin + self.length, sink.end)) for sink in self.sinks)
         return chain.from_iterable(self.file.read_unverified(first, end, scratch) for first, end in ranges)
 
-    def copy(self, block: Block) -> None:
+    def copy(self, block: FileBlock) -> None:
         """Copies the bytes of a block into the sinks."""
         offset, end = block.offset, block.offset + len(block.content)
         for sink in self.sinks[bisect.bisect_right(self.max_ends, offset) :]:
@@ -298,7 +298,7 @@ class _Sink:
         self._destination = destination
         self._address = destination.data_ptr() if destination.is_cpu else 0
 
-    def write(self, low: int, high: int, block: Block) -> None:
+    def write(self, low: int, high: int, block: FileBlock) -> None:
         """Writes the bytes `[low, high)` of the file, which are in the block."""
         if self._address:
             # Tensor.copy_ would start torch's threads from within ours. memmove releases the GIL too.
@@ -321,7 +321,7 @@ class _StridedSink(_Sink):
         self._missing_bytes = end - begin
         self._lock = threading.Lock()
 
-    def write(self, low: int, high: int, block: Block) -> None:
+    def write(self, low: int, high: int, block: FileBlock) -> None:
         with self._lock:
             if self._buffer is None:
                 self._buffer = torch.empty(self.end - self.begin, dtype=torch.uint8, device="cpu")

@@ -141,7 +141,7 @@ def test_memory_is_read_by_no_more_threads_than_cores(
     all_there = threading.Barrier(threads + 1)  # broken after the timeout if there are fewer threads
     reading: set[int] = set()
 
-    def read_chunk(index: int, scratch: torch.Tensor) -> Iterator[load_module.Block]:
+    def read_chunk(index: int, scratch: torch.Tensor) -> Iterator[load_module.FileBlock]:
         reading.add(threading.get_ident())
         if len(reading) >= threads:
             all_there.abort()
