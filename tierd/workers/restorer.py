@@ -201,17 +201,22 @@ class Restorer:
         ]
         to_copy = {checkpoint for name in self._cold for checkpoint in pending(self._catalog, context.config, name)}
         now = context.now()
-        awaited = in_memory + [
+        to_be_copied_here = in_memory + [entry.id for entry in parts if entry.id in to_copy]
+        new_parts = [
             entry.id
             for entry in parts
-            if entry.id in to_copy
-            or ((created := entry.manifest.created) and (now - created).total_seconds() < PART_AWAITED_S)
+            if (created := entry.manifest.created) and (now - created).total_seconds() < PART_AWAITED_S
         ]
-        if awaited:
+        if awaited := to_be_copied_here + new_parts:
+            when = (
+                "when this node has copied its part: `tierd status` shows what it waits for"
+                if to_be_copied_here
+                else "later: if the other nodes never copy theirs, it is passed over "
+                f"{PART_AWAITED_S / 60:.0f} minutes after its snapshot"
+            )
             raise TierUnreachable(
                 f"restore {run}: no cold tier has {awaited[0]} whole yet; this node has its part",
-                hint=f"start again later: if the others never come, it is passed over {PART_AWAITED_S / 60:.0f} "
-                'minutes after its snapshot; restore(state, resume="scratch", force=True) begins anew now',
+                hint=f'start again {when}; restore(state, resume="scratch", force=True) begins anew now',
             )
         if parts:
             text = "restore %s: %s is passed over: it never became whole, the other nodes' parts are missing"
