@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tierd_client import DictState
 from tierd_client.restore import load as load_module
-from tierd_client.restore.load import ReadPlan, SourceFile, read_headers
+from tierd_client.restore.load import FileElsewhere, ReadPlan, SourceFile, read_headers
 from tierd_client.state.stored_state import StoredState
 from tierd_client.state.tensors import CapturedTensor, capture_tensor
 from tierd_client.state.training_state import TrainingState
@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.state import CHUNK_BYTES, Files, entry_of, restore, stage
+from tests.support.state import CHUNK_BYTES, Files, entry_of, restore, shard_of, stage
 from tierd.errors import Corrupt, Mismatch, NewerFormat, Unsupported
-from tierd.format.shard import plan_layout
+from tierd.format.shard import header_length, plan_layout
 
 PLACES = ["on_disk", "in_memory", "in_own_slot"]
 
@@ -132,11 +132,15 @@ def test_error_in_one_chunk_stops_the_others(files: Files, monkeypatch: pytest.M
     assert (model[0].weight == 5.0).any()
 
 
+@pytest.mark.parametrize("is_over_nodes", [False, True])
 @pytest.mark.parametrize(("place", "threads"), [("in_memory", 2), ("on_disk", load_module.THREADS)])
 def test_memory_is_read_by_no_more_threads_than_cores(
-    files: Files, monkeypatch: pytest.MonkeyPatch, place: str, threads: int
+    files: Files, monkeypatch: pytest.MonkeyPatch, place: str, threads: int, is_over_nodes: bool
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    other = shard_of([("other", torch.ones(3), (0,))])
+    header = other[: header_length(other[:8], len(other), where="")]
+    elsewhere = [FileElsewhere("other on another node", entry_of(other), header)] if is_over_nodes else []
     source = getattr(files, place)(stage(TrainingState(model=model_of(600))))
     all_there = threading.Barrier(threads + 1)  # broken after the timeout if there are fewer threads
     reading: set[int] = set()
@@ -153,7 +157,7 @@ def test_memory_is_read_by_no_more_threads_than_cores(
     into = TrainingState(model=model_of(600))
     plan = into.plan_restore(StoredState(shards[source.name].tierd["state"], tensors))
     monkeypatch.setattr(source, "read_chunk", read_chunk)
-    assert ReadPlan([source], plan.destinations.values()).run() > (threads + 1) * CHUNK_BYTES
+    assert ReadPlan([source, *elsewhere], plan.destinations.values()).run() > (threads + 1) * CHUNK_BYTES
     assert len(reading) == threads
 
 
