@@ -191,7 +191,8 @@ class ReadPlan:
         reads = {index: _plan_file(files[index], by_name, planned) for index in in_order}
         self._reads = [reads[index] for index in range(len(files))]
         # With more threads than cores, those that read memory would take turns for the GIL.
-        self._threads = min(THREADS, len(os.sched_getaffinity(0))) if all(file.is_mapped for file in files) else THREADS
+        is_memory = all(read.file.is_mapped for reads in self._reads for read in reads)
+        self._threads = min(THREADS, len(os.sched_getaffinity(0))) if is_memory else THREADS
 
     @property
     def chunks(self) -> list[list[int]]:
