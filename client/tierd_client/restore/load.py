@@ -69,7 +69,7 @@ class SourceFile:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether it is memory, which can be read without waiting."""
+        """Whether it is memory that is mapped: reading it takes no system call."""
         return self._mapping is not None
 
     def shard(self) -> Shard:
@@ -190,9 +190,9 @@ class ReadPlan:
         in_order = sorted(range(len(files)), key=lambda index: not files[index].is_here)
         reads = {index: _plan_file(files[index], by_name, planned) for index in in_order}
         self._reads = [reads[index] for index in range(len(files))]
-        # With more threads than cores, those that read memory would take turns for the GIL.
-        is_memory = all(read.file.is_mapped for reads in self._reads for read in reads)
-        self._threads = min(THREADS, len(os.sched_getaffinity(0))) if is_memory else THREADS
+        # With more threads than cores, those that read mapped memory would take turns for the GIL.
+        is_mapped = all(read.file.is_mapped for reads in self._reads for read in reads)
+        self._threads = min(THREADS, len(os.sched_getaffinity(0))) if is_mapped else THREADS
 
     @property
     def chunks(self) -> list[list[int]]:
@@ -242,9 +242,15 @@ class _ChunkRead:
         """All blocks of the chunk, or, if they are not verified, those with bytes for the sinks."""
         if is_verified:
             return self.file.read_chunk(self.index, scratch)
+        return self._unverified_blocks(scratch)
+
+    def _unverified_blocks(self, scratch: torch.Tensor) -> Iterator[FileBlock]:
         begin = self.index * self.file.entry.chunk_bytes
-        ranges = ((max(begin, sink.begin), min(begin + self.length, sink.end)) for sink in self.sinks)
-        return chain.from_iterable(self.file.read_unverified(first, end, scratch) for first, end in ranges)
+        end = begin + self.length
+        for sink in self.sinks:  # by their begin; what several need is read once
+            last = min(end, sink.end)
+            yield from self.file.read_unverified(max(begin, sink.begin), last, scratch)
+            begin = max(begin, last)
 
     def copy(self, block: FileBlock) -> None:
         """Copies the bytes of a block into the sinks."""

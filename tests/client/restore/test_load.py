@@ -132,33 +132,68 @@ def test_error_in_one_chunk_stops_the_others(files: Files, monkeypatch: pytest.M
     assert (model[0].weight == 5.0).any()
 
 
-@pytest.mark.parametrize("is_over_nodes", [False, True])
-@pytest.mark.parametrize(("place", "threads"), [("in_memory", 2), ("on_disk", load_module.THREADS)])
-def test_memory_is_read_by_no_more_threads_than_cores(
-    files: Files, monkeypatch: pytest.MonkeyPatch, place: str, threads: int, is_over_nodes: bool
+@pytest.mark.parametrize(
+    ("places", "cores", "threads"),
+    [
+        (["in_memory"], 2, 2),
+        (["in_memory"], 64, load_module.THREADS),
+        (["in_memory", "elsewhere"], 2, 2),  # nothing of it is read
+        (["on_disk"], 2, load_module.THREADS),
+        (["in_memory", "on_disk"], 2, load_module.THREADS),
+    ],
+)
+def test_mapped_memory_is_read_by_no_more_threads_than_cores(
+    files: Files, monkeypatch: pytest.MonkeyPatch, places: list[str], cores: int, threads: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    other = shard_of([("other", torch.ones(3), (0,))])
-    header = other[: header_length(other[:8], len(other), where="")]
-    elsewhere = [FileElsewhere("other on another node", entry_of(other), header)] if is_over_nodes else []
-    source = getattr(files, place)(stage(TrainingState(model=model_of(600))))
-    all_there = threading.Barrier(threads + 1)  # broken after the timeout if there are fewer threads
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    sources: list[SourceFile] = []
+    for place in places:
+        raw = shard_of([(place, torch.ones(8 * CHUNK_BYTES // 4), (0,))])
+        header = raw[: header_length(raw[:8], len(raw), where="")]
+        is_elsewhere = place == "elsewhere"
+        sources.append(FileElsewhere(place, entry_of(raw), header) if is_elsewhere else getattr(files, place)(raw))
+    all_there = threading.Barrier(threads + 1)  # broken by the last of the threads, or after a timeout
     reading: set[int] = set()
+    read_chunk = SourceFile.read_chunk
 
-    def read_chunk(index: int, scratch: torch.Tensor) -> Iterator[load_module.FileBlock]:
+    def count(source: SourceFile, index: int, scratch: torch.Tensor) -> Iterator[load_module.FileBlock]:
         reading.add(threading.get_ident())
         if len(reading) >= threads:
             all_there.abort()
         with contextlib.suppress(threading.BrokenBarrierError):
             all_there.wait(5)
-        yield from SourceFile.read_chunk(source, index, scratch)
+        yield from read_chunk(source, index, scratch)
 
-    shards, tensors = read_headers([source])
-    into = TrainingState(model=model_of(600))
-    plan = into.plan_restore(StoredState(shards[source.name].tierd["state"], tensors))
-    monkeypatch.setattr(source, "read_chunk", read_chunk)
-    assert ReadPlan([source, *elsewhere], plan.destinations.values()).run() > (threads + 1) * CHUNK_BYTES
+    into = [capture_tensor(place, torch.empty(8 * CHUNK_BYTES // 4)) for place in places if place != "elsewhere"]
+    reads = ReadPlan(sources, into)
+    monkeypatch.setattr(SourceFile, "read_chunk", count)
+    assert reads.run() > 8 * CHUNK_BYTES
     assert len(reading) == threads
+    assert all(torch.equal(tensor.tensor, torch.ones(8 * CHUNK_BYTES // 4)) for tensor in into)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_memory_of_a_device_is_filled_block_by_block(files: Files, place: str) -> None:
+    """By the code for devices, on memory of the host."""
+    values = torch.arange(3 * CHUNK_BYTES // 4, dtype=torch.float32)
+    source = getattr(files, place)(shard_of([("a", values, (0,)), ("b", values.flip(0), (0,))]))
+    into = [capture_tensor(name, torch.zeros_like(values)) for name in ("a", "b")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_module, "BLOCK_BYTES", 1000)
+        patch.setattr(torch.Tensor, "is_cpu", False)
+        ReadPlan([source], into).run()
+    assert torch.equal(into[0].tensor, values)
+    assert torch.equal(into[1].tensor, values.flip(0))
+
+
+def test_bytes_that_several_destinations_need_are_read_once_without_verification(files: Files) -> None:
+    matrix = torch.arange(600.0).reshape(30, 20)
+    source = files.on_disk(shard_of([("m", matrix, (0, 0))]))
+    columns = [torch.zeros(30, 10), torch.zeros(30, 12)]
+    requested = [region("m", columns[0], (0, 0), (30, 20)), region("m", columns[1], (0, 4), (30, 20))]
+    ReadPlan([source], requested).run(is_verified=False)
+    assert torch.equal(columns[0], matrix[:, :10])
+    assert torch.equal(columns[1], matrix[:, 4:16])
 
 
 # ── chunks, blocks and regions ──
