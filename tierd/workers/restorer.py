@@ -209,7 +209,7 @@ class Restorer:
         ]
         if awaited := to_be_copied_here + new_parts:
             when = (
-                "when this node has copied its part: `tierd status` shows what it waits for"
+                "when this node has copied its part: `tierd status` shows how far it is"
                 if to_be_copied_here
                 else "later: if the other nodes never copy theirs, it is passed over "
                 f"{PART_AWAITED_S / 60:.0f} minutes after its snapshot"

@@ -116,7 +116,7 @@ class SourceFile:
     def read_unverified(self, begin: int, end: int, scratch: torch.Tensor) -> Iterator[FileBlock]:
         """Yields the bytes `[begin, end)` as `read_chunk` does, without a check. Raises Corrupt at the file's end."""
         memory = scratch if self._mapping is None else self._mapping
-        # A slice of a memoryview takes a tenth of the time of a tensor's.
+        # Slicing a memoryview is more than ten times as fast as slicing a tensor.
         view, address = memory.numpy().data, memory.data_ptr()
         for offset in range(begin, end, BLOCK_BYTES):
             length = min(BLOCK_BYTES, end - offset)
@@ -191,7 +191,7 @@ class ReadPlan:
         reads = {index: _plan_file(files[index], by_name, planned) for index in in_order}
         self._reads = [reads[index] for index in range(len(files))]
         # With more threads than cores, those that read mapped memory would take turns for the GIL.
-        is_mapped = all(read.file.is_mapped for reads in self._reads for read in reads)
+        is_mapped = all(read.file.is_mapped for read in chain.from_iterable(self._reads))
         self._threads = min(THREADS, len(os.sched_getaffinity(0))) if is_mapped else THREADS
 
     @property
