@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from tierd.descriptors import close_all, open_all
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError
@@ -224,6 +223,13 @@ class Fetch:
         for file in files:
             file.sums = _sums(file.entry)
 
+        def sum_up(file: _File, offset: int, buffer: memoryview, length: int) -> None:
+            file.sums.add(offset, buffer[:length])
+
+        def write_and_sum(file: _File, offset: int, buffer: memoryview, length: int) -> None:
+            file.partial.write(offset, buffer, length)
+            sum_up(file, offset, buffer, length)
+
         async def read(piece: tuple[_File, int, int]) -> None:
             file, offset, length = piece
             entry = file.entry
@@ -237,11 +243,7 @@ class Fetch:
                         raise _ReplicaUnavailable(error) from error
                     result.failed[entry.name] = error
                     return
-                if writes:
-                    write = partial(file.partial.write, offset, buffer, length)
-                    await self.store.write_and_sum(write, file.sums, offset, buffer[:length])
-                else:
-                    await self.store.sums_pool.run(file.sums.add, offset, buffer[:length])
+                await self.store.pool.run(write_and_sum if writes else sum_up, file, offset, buffer, length)
             for index in range(offset // entry.chunk_bytes, -(-(offset + length) // entry.chunk_bytes)):
                 found = file.sums.pop_chunk(index)
                 if found is None:
