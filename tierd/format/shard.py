@@ -76,15 +76,14 @@ class Layout:
     tensors: tuple[TensorEntry, ...]
     header_bytes: int
     size_bytes: int
-    _table: str
-    _sharding: str
     _torch_dtypes: dict[str, str]
+    _before: bytes  # what the header has before the `tierd` metadata, and after it
+    _after: bytes
 
     def encode_header(self, tierd: dict[str, Any]) -> bytes:
         """The first `header_bytes` bytes of the file. Raises HeaderOverflow when the metadata does not fit."""
         tierd = _with_dtypes(tierd, self._torch_dtypes)
-        metadata = json.dumps({"DCP_SHARDING_INFO": self._sharding, "tierd": _dump(tierd)}, separators=(",", ":"))
-        body = f'{{"__metadata__":{metadata}{self._table}}}'.encode()
+        body = b"%b%b%b" % (self._before, json.dumps(_dump(tierd)).encode(), self._after)
         room = self.header_bytes - _LENGTH.size
         if len(body) > room:
             raise HeaderOverflow(len(body))
@@ -123,14 +122,14 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
         if spec.dtype not in DTYPE_BYTES:
             raise Unsupported(f"lay out {spec.name}: safetensors has no dtype {spec.dtype}")
     ordered = sorted(tensors, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
-    sharding = _dump({spec.name: {"saved_offsets": list(spec.saved_offsets)} for spec in ordered})
+    sharding = json.dumps(_dump({spec.name: {"saved_offsets": list(spec.saved_offsets)} for spec in ordered}))
     offsets = list(itertools.accumulate((spec.size_bytes for spec in ordered), initial=0))
     rows = {
         spec.name: {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
         for spec, (begin, end) in zip(ordered, itertools.pairwise(offsets), strict=True)
     }
     table = "," + _dump(rows)[1:-1] if rows else ""
-    fixed = len(table) + len(json.dumps(sharding))
+    fixed = len(table) + len(sharding)
     torch_dtypes = {spec.name: spec.torch_dtype for spec in ordered if spec.torch_dtype}
     changing = len(json.dumps(_dump(_with_dtypes(tierd, torch_dtypes))))
     header_bytes = round_up(_LENGTH.size + fixed + 2 * changing + ALIGN_BYTES)
@@ -150,7 +149,9 @@ def plan_layout(tensors: Iterable[TensorSpec], tierd: dict[str, Any]) -> Layout:
         )
         for spec, begin in zip(ordered, offsets, strict=False)
     )
-    return Layout(entries, header_bytes, header_bytes + offsets[-1], table, sharding, torch_dtypes)
+    before, after = f'{{"__metadata__":{{"DCP_SHARDING_INFO":{sharding},"tierd":', f"}}{table}}}"
+    size_bytes = header_bytes + offsets[-1]
+    return Layout(entries, header_bytes, size_bytes, torch_dtypes, before.encode(), after.encode())
 
 
 def _with_dtypes(tierd: dict[str, Any], torch_dtypes: dict[str, str]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Collector:
         if name in self.live:  # {"a.b": x, "a": {"b": y}} has the same path twice
             name = next(free for n in range(2, 1 << 30) if (free := f"{name}#{n}") not in self.live)
         stored_name, stored = name, tensor
-        if self.per_rank and not has_suffix and self.per_rank.matches(path) and self.rank_suffix:
+        if self.per_rank is not None and not has_suffix and self.per_rank.matches(path) and self.rank_suffix:
             stored_name, stored = name + self.rank_suffix, local_part(tensor)
             self.per_rank_names.append(name)
         self.tensors.append(capture_tensor(stored_name, stored, is_buffer=is_buffer))
@@ -134,6 +134,8 @@ _are_plain_keys = functools.lru_cache(maxsize=64)(tagged.are_plain_keys)
 
 def _reference(name: str, tensor: torch.Tensor, home: torch.device | None) -> Json:
     device = tensor.device
+    if device == home and not tensor.requires_grad and type(tensor) is torch.Tensor:
+        return {"$tensor": name}  # nearly all: training waits for thousands of these
     kind: dict[str, bool] = {}
     if type(tensor) is torch.nn.Parameter:
         kind["parameter"] = True

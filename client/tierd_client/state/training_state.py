@@ -110,7 +110,7 @@ def capture_sections(
     """Captures the sections in order. With several ranks, the tensors of the sections `per_rank`, and those that
     `entries` names in other sections, get names that end in @<rank>."""
     rank_suffix = f"@{rank:05d}" if world_size > 1 else ""
-    into = Collector(objects=objects, per_rank=entries, rank_suffix=rank_suffix)
+    into = Collector(objects=objects, per_rank=entries or None, rank_suffix=rank_suffix)
     tree: dict[str, Json] = {}
     for name, section in sections.items():
         into.suffix = rank_suffix if name in per_rank else ""
