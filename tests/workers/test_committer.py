@@ -576,7 +576,7 @@ async def test_a_run_goes_on_without_a_part_that_never_became_whole(nodes: Nodes
     with pytest.raises(NotFound, match="none is whole"):  # made years ago
         await find()
     await home.send(11, number=2, created_at=home.rooms.context.now().isoformat())
-    with pytest.raises(TierUnreachable, match=r"has its part .*if the other nodes never copy theirs"):
+    with pytest.raises(TierUnreachable, match=r"has its part .*if the other nodes have not copied their parts"):
         await find()
     with pytest.raises(NotFound, match="none is whole"):
         await restorer.find(RUN, msgspec.structs.replace(any_step, tier="hot"), lambda *_: None)

@@ -77,8 +77,8 @@ class Layout:
     header_bytes: int
     size_bytes: int
     _torch_dtypes: dict[str, str]
-    _before: bytes  # what the header has before the `tierd` metadata, and after it
-    _after: bytes
+    _before: bytes  # the header's JSON up to the value of `tierd`
+    _after: bytes  # and behind it
 
     def encode_header(self, tierd: dict[str, Any]) -> bytes:
         """The first `header_bytes` bytes of the file. Raises HeaderOverflow when the metadata does not fit."""

@@ -34,11 +34,10 @@ from tierd.tiers.tree import Tree, closing_fd, translated
 _OF_ONE_FILE = {errno.EACCES, errno.EPERM, errno.EIO}  # other files of the directory may be readable
 # One write from memory. Eight in flight reach the limit of a disk, with digests too.
 WRITE_BYTES = 8 * MIB
-# One read of another store: half as many bytes would be twice as many requests to a bucket, and cost a third more
-# processor time. Those in flight bound the memory of all copies and fetches into one directory together. More hide the
-# latency of a bucket; but on two cores, six cost 5 % more processor time than four, because their threads wait for each
-# other.
+# One read from another store. With 8 MiB, a bucket gets twice as many requests, and a fetch takes a third more CPU time.
 PIECE_BYTES = 16 * MIB
+# Reads in flight for one directory, for all copies and fetches together, each with PIECE_BYTES of memory. More of them
+# hide the latency of a bucket. On two cores, six took 5 % more processor time than four.
 BUFFERS = min(6, 2 + len(os.sched_getaffinity(0)))
 TIMEOUT_S = 120.0  # of a call, without a config; else limits.directory_timeout_s
 SYNC_BYTES_PER_S = 8 * MIB  # the fsync of a file gets the time for its bytes at this rate besides
@@ -118,13 +117,14 @@ class DirectoryStore(AbstractAsyncContextManager["DirectoryStore"]):
                 async with self.buffers.borrow(min(PIECE_BYTES, round_up(size_bytes))) as buffer:
                     await self.pool.run(sum_up, offset, buffer[:length])
             elif isinstance(source, memoryview):
-                # While a piece is summed, it is written: the disk waits for no digest.
+                # Written and summed at the same time, so that the disk does not wait for a digest.
                 view = source[offset : offset + round_up(length)]
                 write, add = partial(file.write, offset, view, length), partial(sums.add, offset, view[:length])
                 await for_each(2, ((self.pool, write), (self.sums_pool, add)), lambda call: call[0].run(call[1]))
             else:
                 async with self.buffers.borrow(min(PIECE_BYTES, round_up(size_bytes))) as buffer:
                     await source.fill(offset, buffer[:length])
+                    # In one thread: other pieces are read meanwhile, and a second thread costs processor time.
                     await self.pool.run(write_and_sum, offset, buffer[: round_up(length)], length)
             if progress is not None:
                 progress(length)

@@ -209,10 +209,10 @@ class Restorer:
         ]
         if awaited := to_be_copied_here + new_parts:
             when = (
-                "when this node has copied its part: `tierd status` shows how far it is"
+                "when this node has copied its part of the checkpoint: `tierd status` lists what waits for each tier"
                 if to_be_copied_here
-                else "later: if the other nodes never copy theirs, it is passed over "
-                f"{PART_AWAITED_S / 60:.0f} minutes after its snapshot"
+                else "later: if the other nodes have not copied their parts of this checkpoint "
+                f"{PART_AWAITED_S / 60:.0f} minutes after its snapshot, a start no longer waits for it"
             )
             raise TierUnreachable(
                 f"restore {run}: no cold tier has {awaited[0]} whole yet; this node has its part",

@@ -29,7 +29,7 @@ from tierd_client.slots.slot import is_sealed, map_to_read
 from tierd_client.snapshot.copying import has_plain_bytes
 from tierd_client.state.tensors import CapturedTensor, as_bytes, contiguous_strides, overlap
 
-THREADS = 4  # of files: while some wait for the disk, others compute checksums
+THREADS = 4  # that read files: while some wait for the disk, others compute checksums
 BLOCK_BYTES = 2 << 20  # fits in the CPU's caches between checksum and copy; smaller blocks add Python overhead
 
 _HINT = "another replica may be intact; see docs/RUNBOOK.md#corrupt-chunk"
@@ -190,7 +190,7 @@ class ReadPlan:
         in_order = sorted(range(len(files)), key=lambda index: not files[index].is_here)
         reads = {index: _plan_file(files[index], by_name, planned) for index in in_order}
         self._reads = [reads[index] for index in range(len(files))]
-        # With more threads than cores, those that read mapped memory would take turns for the GIL.
+        # Threads that read mapped memory wait for no disk. More of them than cores wait for the GIL after each copy.
         is_mapped = all(read.file.is_mapped for read in chain.from_iterable(self._reads))
         self._threads = min(THREADS, len(os.sched_getaffinity(0))) if is_mapped else THREADS
 
@@ -229,8 +229,8 @@ class ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkRead:
-    """One chunk to read. `sinks` are those with bytes in it, by their begin; `max_ends` the running maxima of their
-    ends."""
+    """One chunk to read. `sinks`, sorted by `begin`, include all that have bytes in it, and maybe some that end before
+    it. `max_ends`: for each, the largest end up to there."""
 
     file: SourceFile
     index: int
@@ -239,7 +239,7 @@ class _ChunkRead:
     max_ends: Sequence[int]
 
     def blocks(self, scratch: torch.Tensor, *, is_verified: bool) -> Iterator[FileBlock]:
-        """All blocks of the chunk, or, if they are not verified, those with bytes for the sinks."""
+        """Verified: all blocks of the chunk. Otherwise only the bytes that the sinks need."""
         if is_verified:
             return self.file.read_chunk(self.index, scratch)
         return self._unverified_blocks(scratch)

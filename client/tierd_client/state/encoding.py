@@ -135,7 +135,7 @@ _are_plain_keys = functools.lru_cache(maxsize=64)(tagged.are_plain_keys)
 def _reference(name: str, tensor: torch.Tensor, home: torch.device | None) -> Json:
     device = tensor.device
     if device == home and not tensor.requires_grad and type(tensor) is torch.Tensor:
-        return {"$tensor": name}  # nearly all: training waits for thousands of these
+        return {"$tensor": name}  # the short path of nearly all tensors: training waits for thousands of them
     kind: dict[str, bool] = {}
     if type(tensor) is torch.nn.Parameter:
         kind["parameter"] = True
