@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -19,7 +20,10 @@ from tierd.format.ids import checkpoint_id
 from tierd.format.manifest import FileEntry, file_entry
 from tierd.tiers.directory import DirectoryStore
 from tierd.tiers.tier import Tier
+from tierd.transfer import fetch as fetch_module
 from tierd.transfer.fetch import Fetch, partial_keys
+from tierd.transfer.memory_file import MemoryFile
+from tierd.transfer.partial_file import PartialFile
 from tierd.transfer.verify import verify_files
 
 ID = checkpoint_id("run42", 100, 1)
@@ -222,6 +226,91 @@ async def test_next_replica_gives_the_rest_when_one_becomes_unreachable(make: Ca
     assert await fetch.take(rooms.far) is None
     assert rooms.stores["far"].read_bytes == 16 << 20
     await rooms.assert_whole(fetch)
+
+
+class HungWrite:
+    """The first write into a file of this class hangs after it has written, until `release`. `lost` makes a replica
+    unreachable meanwhile, so that the fetch leaves the write behind."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, file_class: type[PartialFile] | type[MemoryFile]) -> None:
+        self._hangs, self._is_released = threading.Event(), threading.Event()
+        self.release = self._is_released.set
+        write = file_class.write
+
+        def hang(file: PartialFile | MemoryFile, offset: int, buffer: memoryview, length: int) -> None:
+            write(file, offset, buffer, length)  # pyright: ignore[reportArgumentType]
+            if not self._hangs.is_set():
+                self._hangs.set()
+                assert self._is_released.wait(30)
+
+        monkeypatch.setattr(file_class, "write", hang)
+
+    def lost(self, store: Watched) -> None:
+        read = store.read
+
+        async def read_only_the_first(key: str, offset: int, buffer: memoryview) -> None:
+            if offset == 0:
+                return await read(key, offset, buffer)
+            while not self._hangs.is_set():
+                await asyncio.sleep(0.01)
+            raise TierUnreachable("no connection")
+
+        store.read = read_only_the_first
+
+
+async def settled(store: DirectoryStore) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return store.pool.check_settled()
+            except TierUnreachable:
+                await asyncio.sleep(0.01)
+
+
+async def test_fetch_does_not_continue_while_an_earlier_write_may_take_effect(
+    make: Callable[..., Rooms], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = make(1 << 20, [48 << 20])
+    await rooms.commit()
+    hung = HungWrite(monkeypatch, PartialFile)
+    hung.lost(rooms.stores["near"])
+    rooms.here.pool.timeout_s = 0.3
+    fetch = await rooms.fetched()
+    assert isinstance(await fetch.take(rooms.near), TierUnreachable)
+    with pytest.raises(TierUnreachable, match="may still take effect"):
+        await fetch.take(rooms.far)
+    hung.release()
+    await settled(rooms.here)
+    assert await fetch.take(rooms.far) is None
+    await rooms.assert_whole(fetch)
+
+
+async def test_sums_of_an_earlier_write_do_not_count_for_the_next_replica(
+    make: Callable[..., Rooms], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = make(CHUNK_BYTES, [CHUNK_BYTES])
+    await rooms.commit()
+    monkeypatch.setattr(fetch_module, "PIECE_BYTES", CHUNK_BYTES // 2)  # two pieces of one chunk
+    hung = HungWrite(monkeypatch, MemoryFile)
+    hung.lost(rooms.stores["near"])
+    rooms.here.pool.timeout_s = 0.3
+    fetch = Fetch(rooms.manifest, rooms.here, in_memory=True)
+    await fetch.begin()
+    assert isinstance(await fetch.take(rooms.near), TierUnreachable)
+    read = rooms.stores["far"].read
+
+    async def read_damaged_and_late(key: str, offset: int, buffer: memoryview) -> None:
+        hung.release()
+        await settled(rooms.here)
+        await read(key, offset, buffer)
+        if offset == 0:
+            buffer[0] ^= 1
+            await asyncio.sleep(0.3)  # until the other piece has been summed
+
+    rooms.stores["far"].read = read_damaged_and_late
+    rooms.here.pool.timeout_s = 30.0
+    assert isinstance(await fetch.take(rooms.far), Corrupt)
+    assert fetch.missing_bytes == CHUNK_BYTES
 
 
 async def test_chunk_altered_on_the_way_is_read_twice_before_it_counts_as_damaged(rooms: Rooms) -> None:
