@@ -34,11 +34,12 @@ from tierd.tiers.tree import Tree, closing_fd, translated
 _OF_ONE_FILE = {errno.EACCES, errno.EPERM, errno.EIO}  # other files of the directory may be readable
 # One write from memory. Eight in flight reach the limit of a disk, with digests too.
 WRITE_BYTES = 8 * MIB
-# One read from another store. With 8 MiB, a bucket gets twice as many requests, and a fetch takes a third more CPU time.
+# One read from another store. With 8 MiB, a bucket gets twice as many requests, and a fetch takes a third more CPU
+# time than with 16.
 PIECE_BYTES = 16 * MIB
-# Reads in flight for one directory, for all copies and fetches together, each with PIECE_BYTES of memory. More of them
-# hide the latency of a bucket. On two cores, six took 5 % more processor time than four.
-BUFFERS = min(6, 2 + len(os.sched_getaffinity(0)))
+# Reads in flight for one directory, for all copies and fetches together. Each has PIECE_BYTES of memory. Six hide more
+# of the latency of a bucket than four, but took 5 % more CPU time on two cores, which the training needs.
+BUFFERS = 6 if len(os.sched_getaffinity(0)) > 2 else 4
 TIMEOUT_S = 120.0  # of a call, without a config; else limits.directory_timeout_s
 SYNC_BYTES_PER_S = 8 * MIB  # the fsync of a file gets the time for its bytes at this rate besides
 FREE_SPACE_TIMEOUT_S = 1.0  # status, which needs it, is asked with a timeout of 3 s

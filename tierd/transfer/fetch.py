@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tierd.descriptors import close_all, open_all
 from tierd.errors import BadRequest, Corrupt, NotFound, TierdError
@@ -136,8 +137,11 @@ class Fetch:
     async def take(self, tier: ReadableTier, progress: Progress | None = None) -> TierdError | None:
         """Reads the missing chunks from a replica. Returns why some are still missing; None when none is.
 
-        `progress`: of the chunks that are verified here. Raises errors of the directory.
+        `progress`: of the chunks that are verified here. Raises errors of the directory, also while an earlier write
+        that got no answer may still change a file.
         """
+        if not self.is_in_memory:
+            self.store.pool.check_settled()
         result = _ReadResult()
         try:
             for _ in range(READS):
@@ -223,13 +227,6 @@ class Fetch:
         for file in files:
             file.sums = _sums(file.entry)
 
-        def sum_up(file: _File, offset: int, buffer: memoryview, length: int) -> None:
-            file.sums.add(offset, buffer[:length])
-
-        def write_and_sum(file: _File, offset: int, buffer: memoryview, length: int) -> None:
-            file.partial.write(offset, buffer, length)
-            sum_up(file, offset, buffer, length)
-
         async def read(piece: tuple[_File, int, int]) -> None:
             file, offset, length = piece
             entry = file.entry
@@ -243,7 +240,9 @@ class Fetch:
                         raise _ReplicaUnavailable(error) from error
                     result.failed[entry.name] = error
                     return
-                await self.store.pool.run(write_and_sum if writes else sum_up, file, offset, buffer, length)
+                # `file.sums` is looked up now: a call that is left behind must not add to the sums of a later read.
+                act = partial(_write_and_sum, file.partial) if writes else _sum
+                await self.store.pool.run(act, file.sums, offset, buffer, length)
             for index in range(offset // entry.chunk_bytes, -(-(offset + length) // entry.chunk_bytes)):
                 found = file.sums.pop_chunk(index)
                 if found is None:
@@ -262,6 +261,17 @@ class Fetch:
         pieces = ((file, *piece) for file in files for piece in file.missing_pieces())
         await for_each(self.store.pieces_in_flight, pieces, read)
         return result
+
+
+def _sum(sums: ChunkSums, offset: int, buffer: memoryview, length: int) -> None:
+    sums.add(offset, buffer[:length])
+
+
+def _write_and_sum(
+    file: PartialFile | MemoryFile, sums: ChunkSums, offset: int, buffer: memoryview, length: int
+) -> None:
+    file.write(offset, buffer, length)
+    _sum(sums, offset, buffer, length)
 
 
 def _sums(entry: FileEntry) -> ChunkSums:
