@@ -25,6 +25,9 @@ T = TypeVar("T")
 BACKGROUND_TIMEOUT = timedelta(days=1)  # a wait there delays no training, and ends at once when a peer dies
 CPU = torch.device("cpu")  # named in every tensor, because a program can set another default device
 BROADCAST_BYTES = 1024  # of the first exchange of a broadcast
+# In gloo's `all_reduce` one number passes all ranks one after the other, twice. Up to so many ranks that takes less
+# time than a gather and a broadcast, of which rank 0 does most of the work.
+RING_RANKS_MAX = 16
 POLL_MIN_S, POLL_MAX_S = 0.001, 0.05
 
 
@@ -79,11 +82,21 @@ class Ranks:
     def run_on_all(self, work: Callable[[], T]) -> T:
         """What `work` returns here, once it has succeeded on every rank. Else all raise as `raise_on_all` does, so that
         no rank waits alone in the next exchange."""
+        return self.run_and_maximum(lambda: (work(), []), [])[0]
+
+    def run_and_maximum(
+        self, work: Callable[[], tuple[T, Sequence[int]]], if_failed: Sequence[int]
+    ) -> tuple[T, list[int]]:
+        """As `run_on_all`, and with it the `maximum` of the numbers that each rank's `work` returns: one exchange for
+        both. `if_failed`: as many numbers, for the exchange of a rank whose `work` raises."""
         if not self._groups:
-            return work()
-        result, error = _outcome(work)
-        self.raise_on_all(error)
-        return cast("T", result)
+            result, values = work()
+            return result, list(values)
+        done, error = _outcome(work)
+        has_failed, *maxima = self.maximum([error is not None, *(if_failed if done is None else done[1])])
+        if has_failed:
+            self._raise_first(error)
+        return cast("tuple[T, Sequence[int]]", done)[0], maxima
 
     def run_and_broadcast(self, work: Callable[[], T], content: bytes) -> tuple[T, bytes]:
         """As `run_on_all`, and with it rank 0's `content`, which its `work` does not change: one exchange for both."""
@@ -117,17 +130,17 @@ class Ranks:
         """The maximum over the ranks, element by element."""
         if not self._groups:
             return list(values)
-        own = torch.tensor(values, dtype=torch.int64, device=CPU)
+        highest = torch.tensor(values, dtype=torch.int64, device=CPU)
         with self._exchanging():
-            highest = self._maximum_on_first(own)
-            dist.broadcast(highest, 0, group=self._group)
-        return [int(value) for value in highest]
+            if len(values) == 1 and self.world_size <= RING_RANKS_MAX:
+                dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
+            else:
+                highest = self._maximum_on_first(highest)
+                dist.broadcast(highest, 0, group=self._group)
+        return highest.tolist()
 
     def _maximum_on_first(self, own: torch.Tensor) -> torch.Tensor:
-        """On rank 0 the maximum over the ranks, element by element; elsewhere `own`.
-
-        For a broadcast from rank 0. In gloo's `all_reduce` each element passes all ranks one after the other, twice.
-        """
+        """On rank 0 the maximum over the ranks, element by element; elsewhere `own`. For a broadcast from rank 0."""
         by_rank = own.new_empty((self.world_size if self.rank == 0 else 0, len(own)))
         dist.gather(own, list(by_rank) or None, 0, group=self._group)
         return by_rank.amax(0) if self.rank == 0 else own

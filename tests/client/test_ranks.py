@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tierd_client.ranks
 import torch.distributed as dist
 from tierd_client import BadConfig, Full, Transient
 from tierd_client.ranks import BROADCAST_BYTES, find_ranks
@@ -20,6 +21,7 @@ def test_single_process_needs_no_process_group() -> None:
     assert ranks.broadcast(b"content") == b"content"
     assert ranks.gather(b"mine") == [b"mine"]
     assert ranks.run_on_all(lambda: 5) == 5
+    assert ranks.run_and_maximum(lambda: (5, [3, True]), if_failed=[0, 0]) == (5, [3, 1])
     assert ranks.run_and_broadcast(lambda: 5, b"content") == (5, b"content")
     ranks.raise_on_all(None)
     with pytest.raises(Full):
@@ -63,6 +65,7 @@ def _exchange(training: Training) -> list[Any]:
         ranks.broadcast(b""),
         ranks.gather(b"x" * rank),
         ranks.run_on_all(lambda: rank * 10),
+        ranks.run_and_maximum(lambda: (rank * 10, [rank, -rank]), if_failed=[0, 0]),
         ranks.run_and_broadcast(lambda: rank * 10, b"from the first" if rank == 0 else b""),
     ]
 
@@ -76,14 +79,27 @@ def _broadcast_sizes(training: Training) -> list[bool]:
     return [received == contents, [content for _, content in with_work] == contents]
 
 
-def _fail_on_one(training: Training, with_broadcast: bool) -> None:
+def _maxima_of_one_number(training: Training) -> list[list[int]]:
+    """In a run of few ranks, which go around a ring, and in one that has more than that is meant for."""
+    ranks, former = find_ranks(None, None, {}), tierd_client.ranks.RING_RANKS_MAX
+    few = [ranks.maximum([value]) for value in (ranks.rank, -1 - ranks.rank)]
+    tierd_client.ranks.RING_RANKS_MAX = 2
+    try:
+        return few + [ranks.maximum([value]) for value in (ranks.rank, -1 - ranks.rank)]
+    finally:
+        tierd_client.ranks.RING_RANKS_MAX = former
+
+
+def _fail_on_one(training: Training, with_what: str) -> None:
     def work() -> None:
         if dist.get_rank() == 1:
             raise Full("no room", hint="make some")
 
     ranks = find_ranks(None, None, {})
-    if with_broadcast:
+    if with_what == "broadcast":
         ranks.run_and_broadcast(work, b"content")
+    elif with_what == "maximum":
+        ranks.run_and_maximum(lambda: (work(), [3, 5]), if_failed=[0, 0])
     else:
         ranks.run_on_all(work)
 
@@ -113,12 +129,14 @@ def test_three_ranks_exchange_values_and_errors(tmp_path: Path) -> None:
     with joined(tmp_path, 3) as trainers:
         gathered = [b"", b"x", b"xx"]
         assert together(trainers, "apply", _exchange) == [
-            [[2, 0], b"from the first", b"", gathered, rank * 10, (rank * 10, b"from the first")] for rank in range(3)
+            [[2, 0], b"from the first", b"", gathered, rank * 10, (rank * 10, [2, 0]), (rank * 10, b"from the first")]
+            for rank in range(3)
         ]
+        assert together(trainers, "apply", _maxima_of_one_number) == [[[2], [-1], [2], [-1]]] * 3
 
         assert all(map(all, together(trainers, "apply", _broadcast_sizes)))
-        for with_broadcast in (False, True):
-            errors = refusals(trainers, "apply", _fail_on_one, with_broadcast)
+        for with_what in ("nothing", "broadcast", "maximum"):
+            errors = refusals(trainers, "apply", _fail_on_one, with_what)
             assert [str(error) for error in errors] == [
                 "rank 1: no room (hint: make some)",
                 "no room (hint: make some)",

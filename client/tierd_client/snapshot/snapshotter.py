@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -32,9 +32,11 @@ from tierd_client.snapshot.memory_check import check_memory
 from tierd_client.snapshot.overlap import Overlap
 from tierd_client.snapshot.staging import Stager, Staging
 from tierd_client.state.completeness import check_restorable
-from tierd_client.state.ownership import HeldTensor, ReplicaComparison, assign_owners, copied_here
+from tierd_client.state.ownership import HeldTensor, ReplicaComparison, has_stages, keys_written
 from tierd_client.state.training_state import Capturable, Captured, State, TrainingState, architecture_of
 from tierd_client.step_times import StepTimes
+
+T = TypeVar("T")
 
 COPIED_POLL_S = 0.05
 METRICS_BYTES_MAX = 32 << 10  # half of a message to the daemon
@@ -81,8 +83,8 @@ class Snapshotter:
             return
         self._prepared = number
         try:
-            captured = self._ranks.run_on_all(lambda: state.capture(self._ranks.rank, self._ranks.world_size))
-            self._make_slots(self._own_part(captured))
+            own, _ = self._capture_on_all(lambda: (state.capture(self._ranks.rank, self._ranks.world_size), None))
+            self._make_slots(own)
         except TierdError as error:
             log.warning("tierd: make the slots ready: %s", error)
 
@@ -110,8 +112,9 @@ class Snapshotter:
             _why_waiting=self._why_waiting,
         )
         self._shots[step, shot.generation] = shot
-        captured, plain = self._ranks.run_on_all(lambda: self._capture(step, state, metrics, milestone))
-        own = self._own_part(captured, milestone)
+        own, (plain, architecture) = self._capture_on_all(
+            lambda: self._capture(step, state, metrics, milestone), milestone
+        )
         self._make_slots(own)
         index = self._ranks.run_on_all(lambda: self._take_slot(step, last_wait_s))
         sealed = wire.Sealed(
@@ -123,7 +126,7 @@ class Snapshotter:
             metrics=plain,
             milestone=self.milestone,
             parent=parent,
-            architecture_hash=architecture_of(captured),
+            architecture_hash=architecture,
             versions=VERSIONS,
             resent=False,
         )
@@ -155,8 +158,8 @@ class Snapshotter:
 
     def _capture(
         self, step: int, state: Capturable, metrics: Mapping[str, float], milestone: str | None
-    ) -> tuple[Captured, dict[str, float | str]]:
-        """The state and the metrics, after a check that this step can be taken."""
+    ) -> tuple[Captured, tuple[dict[str, float | str], str]]:
+        """The state, the metrics and the hash of the model, after a check that this step can be taken."""
         self._generation.check_open()
         self.overlap.finish()
         self._generation.pool.reclaim()  # an interrupt may have come before the client did it
@@ -172,25 +175,35 @@ class Snapshotter:
         if len(captured.tensors) != self._checked_tensors:  # the first snapshot, or tensors were added
             check_restorable(state, captured)
             self._checked_tensors = len(captured.tensors)
-        return captured, plain_metrics(metrics)
+        return captured, (plain_metrics(metrics), architecture_of(captured))
 
-    def _own_part(self, captured: Captured, milestone: str | None = None) -> Captured:
-        """What this rank writes. The ranks decide who writes a tensor that several have when those of some change."""
-        # While these stay the same, so do the owner of each key and the size of the slots.
-        # Two lists, not one of tuples: the garbage collector would visit 100,000 of them during the stall.
+    def _capture_on_all(
+        self, capture: Callable[[], tuple[Captured, T]], milestone: str | None = None
+    ) -> tuple[Captured, T]:
+        """All ranks. What this rank writes, and what else `capture` returns. The ranks decide who writes a tensor that
+        several have when those of some change."""
         self.milestone = milestone
-        sizes = [tensor.key for tensor in captured.tensors], [tensor.tensor.nbytes for tensor in captured.tensors]
-        has_changed = sizes != self._owned_sizes
-        if self._ranks.world_size == 1:
-            if has_changed:
-                self._owned_sizes, self._has_slots = sizes, None
-            return captured
-        samples = self._comparison.samples(None if has_changed else captured.tensors)
         over_nodes: list[int] = []
         if self._generation.node is not None:
             names_it = milestone is not None
             over_nodes = [self._partner_of != self._attached_to, names_it, *self.everywhere.missing()]
-        some_changed, *maxima = self._ranks.maximum([has_changed, *over_nodes, *samples])
+
+        def capture_and_compare() -> tuple[tuple[Captured, T, tuple[list[str], list[int]]], list[int]]:
+            captured, besides = capture()
+            # While these stay the same, so do the owner of each key and the size of the slots.
+            # Two lists, not one of tuples: the garbage collector would visit 100,000 of them during the stall.
+            sizes = [tensor.key for tensor in captured.tensors], [tensor.tensor.nbytes for tensor in captured.tensors]
+            has_changed = sizes != self._owned_sizes
+            samples = self._comparison.samples(None if has_changed else captured.tensors)
+            return (captured, besides, sizes), [has_changed, *over_nodes, *samples]
+
+        (captured, besides, sizes), (some_changed, *maxima) = self._ranks.run_and_maximum(
+            capture_and_compare, if_failed=[False, *over_nodes, *self._comparison.samples(None)]
+        )
+        if self._ranks.world_size == 1:
+            if some_changed:
+                self._owned_sizes, self._has_slots = sizes, None
+            return captured, besides
         if over_nodes:
             if maxima.pop(0):
                 self._find_partner()
@@ -202,15 +215,17 @@ class Snapshotter:
         if some_changed:
             gathered = self._ranks.gather(msgspec.json.encode(captured.held_tensors()))
             by_rank = [msgspec.json.decode(raw, type=list[HeldTensor]) for raw in gathered]
-            self._owned = self._written_here(by_rank)
+            node = self._generation.node
+            self._owned = keys_written(by_rank, self._ranks.rank, node.ranks if node is not None else None)
             self._owned_sizes, self._has_slots = sizes, None
-            self._has_stages = len({_model_names(tensors, rank) for rank, tensors in enumerate(by_rank)}) > 1
+            self._has_stages = has_stages(by_rank)
             self._comparison = ReplicaComparison(by_rank, self._ranks.rank)
         else:
             self._comparison.check(maxima)
         if self._has_stages and "model" in captured.tree:  # not in a tree of DCP's, whose names may begin so too
             captured.tree["model"]["is_part"] = True
-        return Captured([tensor for tensor in captured.tensors if tensor.key in self._owned], captured.tree)
+        own = [tensor for tensor in captured.tensors if tensor.key in self._owned]
+        return Captured(own, captured.tree), besides
 
     def _common_milestone(self, own: str | None) -> str | None:
         """All ranks. The name that the lowest rank has which has one: an operator may have asked on any node."""
@@ -276,14 +291,6 @@ class Snapshotter:
         step = self.everywhere.agree(maxima)
         if step is not None and self._generation.is_lowest_of_node:
             self._generation.session.send(wire.Everywhere(step=step))
-
-    def _written_here(self, held: list[list[HeldTensor]]) -> set[str]:
-        """The keys that this rank writes, from the tensors that each rank holds."""
-        rank, node = self._ranks.rank, self._generation.node
-        owned = assign_owners(held)
-        if node is None:
-            return owned[rank]
-        return owned[rank] | {key for key, writer in copied_here(held, owned, node.ranks).items() if writer == rank}
 
     def _make_slots(self, captured: Captured) -> None:
         """All ranks. Does nothing while the slots are large enough. Raises Full when a memory limit is too low."""
@@ -368,12 +375,6 @@ class Snapshotter:
         """A daemon that has restarted does not know its partner. A handle that is being waited for repeats its own
         request."""
         self._tell_nodes()
-
-
-def _model_names(tensors: Sequence[HeldTensor], rank: int) -> frozenset[str]:
-    """The names of the model's tensors that a rank holds, whole or in part."""
-    names = (tensor.key.partition("[")[0] for tensor in tensors if tensor.key.startswith("model."))
-    return frozenset(name.removesuffix(f"@{rank:05d}") for name in names)
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:

@@ -83,6 +83,24 @@ def copied_here(held: Sequence[Sequence[HeldTensor]], owned: Sequence[set[str]],
     return copied
 
 
+def keys_written(held: Sequence[Sequence[HeldTensor]], rank: int, node: Sequence[int] | None) -> set[str]:
+    """The keys that a rank writes, from the tensors that each rank holds. `node`: the ranks of its node, in a run over
+    several."""
+    owned = assign_owners(held)
+    if node is None:
+        return owned[rank]
+    return owned[rank] | {key for key, writer in copied_here(held, owned, node).items() if writer == rank}
+
+
+def has_stages(held: Sequence[Sequence[HeldTensor]]) -> bool:
+    """Whether ranks hold different tensors of the model, each whole or in part."""
+    names: set[frozenset[str]] = set()
+    for rank, tensors in enumerate(held):
+        of_rank = (tensor.key.partition("[")[0] for tensor in tensors if tensor.key.startswith("model."))
+        names.add(frozenset(name.removesuffix(f"@{rank:05d}") for name in of_rank))
+    return len(names) > 1
+
+
 class ReplicaComparison:
     """Compares a few of the tensors that several ranks hold at each snapshot, the next ones at the next snapshot.
 

@@ -16,6 +16,8 @@ from tierd_client.state.ownership import (
     ReplicaComparison,
     assign_owners,
     copied_here,
+    has_stages,
+    keys_written,
 )
 from tierd_client.state.tensors import CapturedTensor, capture_tensor
 
@@ -54,6 +56,33 @@ def test_each_node_writes_all_small_tensors_of_its_ranks_once(held: list[set[str
     assert all(rank in node and key in held[rank] for key, rank in copied.items())
     written = [key for rank in node for key in owned[rank]] + list(copied)
     assert sorted(written) == sorted(set().union(*(owned[rank] | held[rank] for rank in node)))
+
+
+def test_rank_writes_what_it_owns_and_on_a_node_what_it_copies_there() -> None:
+    small, large = holding("b"), holding("a", COPIED_BYTES_MAX + 1)
+    held = [[small, large], [small], [small], [small, large]]
+    owned = assign_owners(held)
+    assert [keys_written(held, rank, None) for rank in range(4)] == owned
+    nodes = [[0, 1], [2, 3]]
+    written = [keys_written(held, rank, nodes[rank // 2]) for rank in range(4)]
+    assert all(own <= keys for own, keys in zip(owned, written, strict=True))
+    for first, second in nodes:
+        assert sorted([*written[first], *written[second]]).count("b") == 1
+    assert sum("a" in keys for keys in written) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ([["model.a", "optimizer.a"], ["model.a", "optimizer.b"]], False),
+        ([["model.a[0:2]"], ["model.a[2:4]"]], False),
+        ([["model.a@00000"], ["model.a@00001"]], False),
+        ([["model.a"], ["model.b"]], True),
+        ([["model.a", "model.b"], ["model.a"]], True),
+    ],
+)
+def test_ranks_have_stages_when_they_hold_different_tensors_of_the_model(keys: list[list[str]], expected: bool) -> None:
+    assert has_stages([[HeldTensor(key=key, size_bytes=8) for key in of_rank] for of_rank in keys]) == expected
 
 
 def test_large_tensor_is_written_once_over_all_nodes() -> None:
