@@ -101,7 +101,7 @@ class Metrics:
         )
         self.snapshot_stall_seconds = histogram(
             "snapshot_stall_seconds",
-            "How long snapshot() delayed a rank's training, including the wait for a slot; also where it was skipped.",
+            "How long snapshot() delayed training, including waits for a slot and for other ranks; also if skipped.",
             buckets=_STALL_BUCKETS_S,
         )
         self.persist_seconds = histogram(

@@ -25,8 +25,8 @@ T = TypeVar("T")
 BACKGROUND_TIMEOUT = timedelta(days=1)  # a wait there delays no training, and ends at once when a peer dies
 CPU = torch.device("cpu")  # named in every tensor, because a program can set another default device
 BROADCAST_BYTES = 1024  # of the first exchange of a broadcast
-# In gloo's `all_reduce` one number passes all ranks one after the other, twice. Up to so many ranks that takes less
-# time than a gather and a broadcast, of which rank 0 does most of the work.
+# gloo's `all_reduce` sends a short tensor in pieces around a ring of all ranks, twice. Only for one number, and up to
+# this many ranks, it was faster than a gather to rank 0 and a broadcast (measured on one host with two cores).
 RING_RANKS_MAX = 16
 POLL_MIN_S, POLL_MAX_S = 0.001, 0.05
 
@@ -87,19 +87,20 @@ class Ranks:
     def run_and_maximum(
         self, work: Callable[[], tuple[T, Sequence[int]]], if_failed: Sequence[int]
     ) -> tuple[T, list[int]]:
-        """As `run_on_all`, and with it the `maximum` of the numbers that each rank's `work` returns: one exchange for
-        both. `if_failed`: as many numbers, for the exchange of a rank whose `work` raises."""
+        """Like `run_on_all`, and also the `maximum` of the numbers that `work` returns, in one exchange. All ranks have
+        equally many. `if_failed`: what a rank sends if its `work` raises: as many numbers, of any value."""
         if not self._groups:
             result, values = work()
             return result, list(values)
-        done, error = _outcome(work)
-        has_failed, *maxima = self.maximum([error is not None, *(if_failed if done is None else done[1])])
+        outcome, error = _outcome(work)
+        result, values = outcome or (None, if_failed)
+        has_failed, *maxima = self.maximum([error is not None, *values])
         if has_failed:
             self._raise_first(error)
-        return cast("tuple[T, Sequence[int]]", done)[0], maxima
+        return cast("T", result), maxima
 
     def run_and_broadcast(self, work: Callable[[], T], content: bytes) -> tuple[T, bytes]:
-        """As `run_on_all`, and with it rank 0's `content`, which its `work` does not change: one exchange for both."""
+        """Like `run_on_all`, and also rank 0's `content`, which its `work` does not change, in one exchange."""
         if not self._groups:
             return work(), content
         result, error = _outcome(work)
@@ -140,7 +141,7 @@ class Ranks:
         return highest.tolist()
 
     def _maximum_on_first(self, own: torch.Tensor) -> torch.Tensor:
-        """On rank 0 the maximum over the ranks, element by element; elsewhere `own`. For a broadcast from rank 0."""
+        """On rank 0 the maximum over the ranks, element by element; elsewhere `own`. The caller broadcasts it."""
         by_rank = own.new_empty((self.world_size if self.rank == 0 else 0, len(own)))
         dist.gather(own, list(by_rank) or None, 0, group=self._group)
         return by_rank.amax(0) if self.rank == 0 else own

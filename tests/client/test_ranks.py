@@ -80,25 +80,25 @@ def _broadcast_sizes(training: Training) -> list[bool]:
 
 
 def _maxima_of_one_number(training: Training) -> list[list[int]]:
-    """In a run of few ranks, which go around a ring, and in one that has more than that is meant for."""
+    """On the path around the ring, and on the path through rank 0."""
     ranks, former = find_ranks(None, None, {}), tierd_client.ranks.RING_RANKS_MAX
-    few = [ranks.maximum([value]) for value in (ranks.rank, -1 - ranks.rank)]
+    around_ring = [ranks.maximum([value]) for value in (ranks.rank, -1 - ranks.rank)]
     tierd_client.ranks.RING_RANKS_MAX = 2
     try:
-        return few + [ranks.maximum([value]) for value in (ranks.rank, -1 - ranks.rank)]
+        return around_ring + [ranks.maximum([value]) for value in (ranks.rank, -1 - ranks.rank)]
     finally:
         tierd_client.ranks.RING_RANKS_MAX = former
 
 
-def _fail_on_one(training: Training, with_what: str) -> None:
+def _fail_on_one(training: Training, exchange: str) -> None:
     def work() -> None:
         if dist.get_rank() == 1:
             raise Full("no room", hint="make some")
 
     ranks = find_ranks(None, None, {})
-    if with_what == "broadcast":
+    if exchange == "broadcast":
         ranks.run_and_broadcast(work, b"content")
-    elif with_what == "maximum":
+    elif exchange == "maximum":
         ranks.run_and_maximum(lambda: (work(), [3, 5]), if_failed=[0, 0])
     else:
         ranks.run_on_all(work)
@@ -117,9 +117,9 @@ def _find_ranks(training: Training) -> None:
     training.ranks = find_ranks(None, None, {})
 
 
-def _wait_for_the_others(training: Training) -> None:
+def _wait_for_the_others(training: Training, count: int = 1) -> None:
     try:
-        training.ranks.raise_on_all(None)
+        training.ranks.maximum([0] * count)
     except Transient as error:
         training.error = error  # so that it lives on, with its traceback, as in an `except` clause
         raise
@@ -135,8 +135,8 @@ def test_three_ranks_exchange_values_and_errors(tmp_path: Path) -> None:
         assert together(trainers, "apply", _maxima_of_one_number) == [[[2], [-1], [2], [-1]]] * 3
 
         assert all(map(all, together(trainers, "apply", _broadcast_sizes)))
-        for with_what in ("nothing", "broadcast", "maximum"):
-            errors = refusals(trainers, "apply", _fail_on_one, with_what)
+        for exchange in ("plain", "broadcast", "maximum"):
+            errors = refusals(trainers, "apply", _fail_on_one, exchange)
             assert [str(error) for error in errors] == [
                 "rank 1: no room (hint: make some)",
                 "no room (hint: make some)",
@@ -155,19 +155,20 @@ def test_three_ranks_exchange_values_and_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("killed", [0, 2])
+@pytest.mark.parametrize("count", [1, 2])  # around a ring, and through rank 0
 def test_dead_rank_ends_the_exchange_of_all_while_those_that_catch_the_error_live_on(
-    tmp_path: Path, killed: int
+    tmp_path: Path, killed: int, count: int
 ) -> None:
     with joined(tmp_path, 4) as trainers:
         together(trainers, "apply", _find_ranks)
         survivors = [trainer for trainer in trainers if trainer is not trainers[killed]]
         for trainer in survivors:
-            trainer.begin("apply", _wait_for_the_others)
+            trainer.begin("apply", _wait_for_the_others, count)
         trainers[killed].kill()
         for trainer in survivors:
             with pytest.raises(Transient, match="exchange with the other ranks"):
                 trainer.end()
-        errors = refusals(survivors, "apply", _wait_for_the_others)
+        errors = refusals(survivors, "apply", _wait_for_the_others, count)
         assert {(type(error), error.message) for error in errors} == {
             (Transient, "exchange with the other ranks: an earlier one failed")
         }

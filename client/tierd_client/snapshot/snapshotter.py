@@ -62,7 +62,7 @@ class Snapshotter:
         self._prepared: int | None = None  # the generation for which `prepare` has tried to make slots
         self._has_slots: int | None = None  # the generation that has slots for tensors of the present sizes
         self._owned: set[str] = set()  # keys of tensors that this rank writes
-        self._owned_sizes: tuple[list[str], list[int]] | None = None
+        self._assigned_for: tuple[list[str], list[int]] | None = None
         self._has_stages = False
         self._comparison = ReplicaComparison([[]], 0)
         self._checked_tensors = -1
@@ -180,44 +180,46 @@ class Snapshotter:
     def _capture_on_all(
         self, capture: Callable[[], tuple[Captured, T]], milestone: str | None = None
     ) -> tuple[Captured, T]:
-        """All ranks. What this rank writes, and what else `capture` returns. The ranks decide who writes a tensor that
-        several have when those of some change."""
+        """All ranks. Captures, compares replicas, and returns this rank's part and the second value of `capture`.
+        Assigns shared tensors to ranks again if a key or a size has changed on a rank. `milestone`: as this rank has
+        it; `self.milestone` becomes the common one."""
         self.milestone = milestone
-        over_nodes: list[int] = []
+        node_values: list[int] = []
         if self._generation.node is not None:
-            names_it = milestone is not None
-            over_nodes = [self._partner_of != self._attached_to, names_it, *self.everywhere.missing()]
+            has_restarted, is_named = self._partner_of != self._attached_to, milestone is not None
+            node_values = [has_restarted, is_named, *self.everywhere.missing()]
 
         def capture_and_compare() -> tuple[tuple[Captured, T, tuple[list[str], list[int]]], list[int]]:
-            captured, besides = capture()
-            # While these stay the same, so do the owner of each key and the size of the slots.
+            captured, second = capture()
+            # While keys and sizes stay the same on all ranks, so do the owner of each key and the size of the slots.
             # Two lists, not one of tuples: the garbage collector would visit 100,000 of them during the stall.
-            sizes = [tensor.key for tensor in captured.tensors], [tensor.tensor.nbytes for tensor in captured.tensors]
-            has_changed = sizes != self._owned_sizes
-            samples = self._comparison.samples(None if has_changed else captured.tensors)
-            return (captured, besides, sizes), [has_changed, *over_nodes, *samples]
+            tensors = captured.tensors
+            keys_and_sizes = [each.key for each in tensors], [each.tensor.nbytes for each in tensors]
+            has_changed = keys_and_sizes != self._assigned_for
+            samples = self._comparison.samples(None if has_changed else tensors)
+            return (captured, second, keys_and_sizes), [has_changed, *node_values, *samples]
 
-        (captured, besides, sizes), (some_changed, *maxima) = self._ranks.run_and_maximum(
-            capture_and_compare, if_failed=[False, *over_nodes, *self._comparison.samples(None)]
+        (captured, second, keys_and_sizes), (some_changed, *maxima) = self._ranks.run_and_maximum(
+            capture_and_compare, if_failed=[False, *node_values, *self._comparison.samples(None)]
         )
         if self._ranks.world_size == 1:
             if some_changed:
-                self._owned_sizes, self._has_slots = sizes, None
-            return captured, besides
-        if over_nodes:
-            if maxima.pop(0):
+                self._assigned_for, self._has_slots = keys_and_sizes, None
+            return captured, second
+        if node_values:
+            has_restarted, is_named, *missing = maxima[: len(node_values)]
+            del maxima[: len(node_values)]
+            if has_restarted:
                 self._find_partner()
-            if maxima.pop(0):
+            if is_named:
                 self.milestone = self._common_milestone(milestone)
-            del over_nodes[:2]
-            self._tell_everywhere(maxima[: len(over_nodes)])
-            maxima = maxima[len(over_nodes) :]
+            self._tell_everywhere(missing)
         if some_changed:
             gathered = self._ranks.gather(msgspec.json.encode(captured.held_tensors()))
             by_rank = [msgspec.json.decode(raw, type=list[HeldTensor]) for raw in gathered]
             node = self._generation.node
-            self._owned = keys_written(by_rank, self._ranks.rank, node.ranks if node is not None else None)
-            self._owned_sizes, self._has_slots = sizes, None
+            self._owned = keys_written(by_rank, self._ranks.rank, node.ranks if node is not None else ())
+            self._assigned_for, self._has_slots = keys_and_sizes, None
             self._has_stages = has_stages(by_rank)
             self._comparison = ReplicaComparison(by_rank, self._ranks.rank)
         else:
@@ -225,7 +227,7 @@ class Snapshotter:
         if self._has_stages and "model" in captured.tree:  # not in a tree of DCP's, whose names may begin so too
             captured.tree["model"]["is_part"] = True
         own = [tensor for tensor in captured.tensors if tensor.key in self._owned]
-        return Captured(own, captured.tree), besides
+        return Captured(own, captured.tree), second
 
     def _common_milestone(self, own: str | None) -> str | None:
         """All ranks. The name that the lowest rank has which has one: an operator may have asked on any node."""

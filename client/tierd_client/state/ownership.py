@@ -83,22 +83,21 @@ def copied_here(held: Sequence[Sequence[HeldTensor]], owned: Sequence[set[str]],
     return copied
 
 
-def keys_written(held: Sequence[Sequence[HeldTensor]], rank: int, node: Sequence[int] | None) -> set[str]:
-    """The keys that a rank writes, from the tensors that each rank holds. `node`: the ranks of its node, in a run over
-    several."""
+def keys_written(held: Sequence[Sequence[HeldTensor]], rank: int, node: Sequence[int]) -> set[str]:
+    """The keys that a rank writes, from the tensors that each rank holds. `node`: in a run over several nodes the ranks
+    of its node, else empty."""
     owned = assign_owners(held)
-    if node is None:
-        return owned[rank]
     return owned[rank] | {key for key, writer in copied_here(held, owned, node).items() if writer == rank}
 
 
 def has_stages(held: Sequence[Sequence[HeldTensor]]) -> bool:
-    """Whether ranks hold different tensors of the model, each whole or in part."""
-    names: set[frozenset[str]] = set()
+    """Whether ranks hold different tensors of the model, as pipeline stages do. A part of a tensor counts as the
+    tensor."""
+    models: set[frozenset[str]] = set()
     for rank, tensors in enumerate(held):
         of_rank = (tensor.key.partition("[")[0] for tensor in tensors if tensor.key.startswith("model."))
-        names.add(frozenset(name.removesuffix(f"@{rank:05d}") for name in of_rank))
-    return len(names) > 1
+        models.add(frozenset(name.removesuffix(f"@{rank:05d}") for name in of_rank))
+    return len(models) > 1
 
 
 class ReplicaComparison:
@@ -117,7 +116,8 @@ class ReplicaComparison:
         self._chosen: list[str] = []
 
     def samples(self, tensors: Sequence[CapturedTensor] | None) -> list[int]:
-        """Two numbers for each tensor that is compared now. `tensors`: this rank's; None when they have changed."""
+        """Two numbers for each tensor that is compared now. `tensors`: this rank's; None if they
+        have changed or could not be captured. Chooses the same tensors until `check` is called."""
         count = min(COMPARED_PER_SNAPSHOT, len(self._keys))
         self._chosen = [self._keys[(self._next + index) % len(self._keys)] for index in range(count)]
         values: list[int] = []

@@ -58,11 +58,11 @@ def test_each_node_writes_all_small_tensors_of_its_ranks_once(held: list[set[str
     assert sorted(written) == sorted(set().union(*(owned[rank] | held[rank] for rank in node)))
 
 
-def test_rank_writes_what_it_owns_and_on_a_node_what_it_copies_there() -> None:
+def test_rank_writes_what_it_owns_and_over_several_nodes_also_what_its_node_copies() -> None:
     small, large = holding("b"), holding("a", COPIED_BYTES_MAX + 1)
     held = [[small, large], [small], [small], [small, large]]
     owned = assign_owners(held)
-    assert [keys_written(held, rank, None) for rank in range(4)] == owned
+    assert [keys_written(held, rank, ()) for rank in range(4)] == owned
     nodes = [[0, 1], [2, 3]]
     written = [keys_written(held, rank, nodes[rank // 2]) for rank in range(4)]
     assert all(own <= keys for own, keys in zip(owned, written, strict=True))
