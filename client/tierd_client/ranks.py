@@ -232,9 +232,16 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _encode_error(error: Exception) -> bytes:
+    """Raises nothing, whatever the error is: the other ranks wait for what is returned."""
     if isinstance(error, TierdError):
-        return msgspec.json.encode((error.kind, error.message, error.hint))
-    return msgspec.json.encode(("", f"{type(error).__qualname__}: {error}", ""))
+        texts = error.kind, error.message, error.hint
+    else:
+        try:
+            text = str(error)
+        except Exception:
+            text = "its text cannot be shown"
+        texts = "", f"{type(error).__qualname__}: {text}", ""
+    return msgspec.json.encode([text.encode(errors="backslashreplace").decode() for text in texts])
 
 
 def _new_group(timeout: timedelta | None = None) -> dist.ProcessGroup:

@@ -104,6 +104,30 @@ def _fail_on_one(training: Training, exchange: str) -> None:
         ranks.run_on_all(work)
 
 
+class _NoTextError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+UNSHOWABLE = {
+    "no text": (_NoTextError(), "rank 1: _NoTextError: its text cannot be shown"),
+    "no UTF-8": (ValueError("bad \udcff name"), "rank 1: ValueError: bad \\udcff name"),
+    "no UTF-8 in ours": (Full("bad \udcff name"), "rank 1: bad \\udcff name"),
+}
+
+
+def _fail_without_showable_text(training: Training, which: str) -> str:
+    def work() -> None:
+        if dist.get_rank() == 1:
+            raise UNSHOWABLE[which][0]
+
+    try:
+        find_ranks(None, None, {}).run_on_all(work)
+    except Exception as error:
+        return "own" if error is UNSHOWABLE[which][0] else str(error)
+    return "nothing"
+
+
 def _descriptors_left(training: Training) -> int:
     for _ in range(3):
         find_ranks(None, None, {}).close()
@@ -143,6 +167,8 @@ def test_three_ranks_exchange_values_and_errors(tmp_path: Path) -> None:
                 "rank 1: no room (hint: make some)",
             ]
             assert {type(error) for error in errors} == {Full}
+        for which, (_, shown) in UNSHOWABLE.items():
+            assert together(trainers, "apply", _fail_without_showable_text, which) == [shown, "own", shown]
         assert together(trainers, "apply", _descriptors_left) == [0, 0, 0]
 
         together(trainers, "apply", _find_ranks)

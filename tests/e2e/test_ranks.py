@@ -65,6 +65,33 @@ def test_ranks_write_each_tensor_once_and_resume_bit_for_bit(daemon: Daemon, wor
         assert together(second, "train", 3) == losses
 
 
+def _fail_next_capture(training: Training, error: Exception) -> None:
+    capture = training.state.capture
+
+    def fail(rank: int, world_size: int) -> Any:
+        training.state.capture = capture
+        raise error
+
+    training.state.capture = fail
+
+
+def _due(training: Training) -> bool:
+    return training.client.due(training.step)
+
+
+def test_capture_that_fails_on_one_rank_fails_on_all_or_only_delays_the_slots(daemon: Daemon) -> None:
+    with ranks(daemon, 3) as trainers:
+        together(trainers, "restore")
+        together(trainers, "train", 1)
+        trainers[1].apply(_fail_next_capture, ValueError("the user's own"))
+        assert len(set(together(trainers, "apply", _due))) == 1, "the slots are made by the first snapshot instead"
+        for broken in (0, 2):
+            trainers[broken].apply(_fail_next_capture, Unsupported("the state cannot be read"))
+            errors = refusals(trainers, "snapshot")
+            assert all("the state cannot be read" in str(error) for error in errors)
+        together(trainers, "durable")
+
+
 def test_a_rank_killed_before_it_sealed_leaves_the_older_checkpoint(daemon: Daemon) -> None:
     with ranks(daemon, 2) as first:
         together(first, "train", 2)

@@ -313,6 +313,42 @@ async def test_sums_of_an_earlier_write_do_not_count_for_the_next_replica(
     assert fetch.missing_bytes == CHUNK_BYTES
 
 
+async def test_own_read_that_is_left_behind_never_writes_into_a_buffer_that_is_used_again(
+    make: Callable[..., Rooms], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size_bytes = fetch_module.PIECE_BYTES  # buffers of this size are used again
+    rooms = make(1 << 20, [size_bytes])
+    await rooms.commit()
+    assert (await rooms.fetched(rooms.near)).missing_bytes == 0  # the partial file is whole and good
+    flip(rooms.folder("near") / rooms.manifest.files[0].name, 5)
+    is_released, has_landed = threading.Event(), threading.Event()
+    read, write = PartialFile._read, PartialFile.write
+
+    def hang(file: PartialFile, offset: int, buffer: memoryview) -> None:
+        content = bytearray(len(buffer))
+        read(file, offset, memoryview(content))
+        assert is_released.wait(30)
+        buffer[:] = content
+        has_landed.set()
+
+    def write_then_release(file: PartialFile, offset: int, buffer: memoryview, length: int) -> None:
+        write(file, offset, buffer, length)
+        is_released.set()  # between the write and the sum of the damaged piece
+        assert has_landed.wait(30)
+
+    rooms.here.pool.timeout_s = 0.3
+    with monkeypatch.context() as patched:
+        patched.setattr(PartialFile, "_read", hang)
+        fetch = await rooms.fetched()
+    assert fetch.missing_bytes == size_bytes  # nobody knows what is there
+    rooms.here.pool.timeout_s = 30.0
+    with monkeypatch.context() as patched:
+        patched.setattr(PartialFile, "write", write_then_release)
+        assert isinstance(await fetch.take(rooms.near), Corrupt)
+    assert await fetch.take(rooms.far) is None
+    await rooms.assert_whole(fetch)
+
+
 async def test_chunk_altered_on_the_way_is_read_twice_before_it_counts_as_damaged(rooms: Rooms) -> None:
     altered: list[int] = []
 

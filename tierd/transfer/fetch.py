@@ -152,7 +152,7 @@ class Fetch:
                 )
                 if not result.differing:
                     break
-        except _ReplicaUnavailable as unavailable:
+        except _ReadFailed as unavailable:
             return unavailable.error
         if not result.failed and not result.differing:
             return None
@@ -232,17 +232,20 @@ class Fetch:
             entry = file.entry
             if entry.name in result.failed:
                 return
-            async with self.store.buffers.borrow(min(PIECE_BYTES, round_up(entry.size_bytes))) as buffer:
-                try:
-                    await source_of(file).fill(offset, buffer[:length])
-                except TierdError as error:
-                    if not is_own and not isinstance(error, (Corrupt, NotFound, BadRequest)):
-                        raise _ReplicaUnavailable(error) from error
-                    result.failed[entry.name] = error
-                    return
-                # `file.sums` is looked up now: a call that is left behind must not add to the sums of a later read.
-                act = partial(_write_and_sum, file.partial) if writes else _sum
-                await self.store.pool.run(act, file.sums, offset, buffer, length)
+            try:
+                async with self.store.buffers.borrow(min(PIECE_BYTES, round_up(entry.size_bytes))) as buffer:
+                    try:
+                        await source_of(file).fill(offset, buffer[:length])
+                    except TierdError as error:  # ends the borrowing by an error: the read may have been left behind
+                        raise _ReadFailed(error) from error
+                    # `file.sums` is looked up now: a call that is left behind must not add to the sums of a later read.
+                    act = partial(_write_and_sum, file.partial) if writes else _sum
+                    await self.store.pool.run(act, file.sums, offset, buffer, length)
+            except _ReadFailed as failed:
+                if not is_own and not isinstance(failed.error, (Corrupt, NotFound, BadRequest)):
+                    raise
+                result.failed[entry.name] = failed.error
+                return
             for index in range(offset // entry.chunk_bytes, -(-(offset + length) // entry.chunk_bytes)):
                 found = file.sums.pop_chunk(index)
                 if found is None:
@@ -325,7 +328,7 @@ class _ReadResult:
     first: str = ""
 
 
-class _ReplicaUnavailable(Exception):
+class _ReadFailed(Exception):
     def __init__(self, error: TierdError) -> None:
         super().__init__(error)
         self.error = error

@@ -85,8 +85,8 @@ class Snapshotter:
         try:
             own, _ = self._capture_on_all(lambda: (state.capture(self._ranks.rank, self._ranks.world_size), None))
             self._make_slots(own)
-        except TierdError as error:
-            log.warning("tierd: make the slots ready: %s", error)
+        except Exception as error:  # of any kind: the state is the user's, with code of its own
+            log.warning("tierd: make the slots ready: %s: %s", type(error).__name__, error)
 
     def take(
         self,
