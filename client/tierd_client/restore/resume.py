@@ -67,15 +67,26 @@ def parse_resume(resume: Resume | None, environ: Mapping[str, str]) -> ResumePol
                 mode=REQUIRE, run=match[1], step=int(match[2]) if match[2] else None, milestone=match[3]
             )
         case os.PathLike():
-            return ResumePolicy(mode=REQUIRE, path=os.path.abspath(choice))
+            return ResumePolicy(mode=REQUIRE, path=_path(os.fsdecode(choice)))
         case str() if os.sep in choice or os.path.isdir(choice):
-            return ResumePolicy(mode=REQUIRE, path=os.path.abspath(choice))
+            return ResumePolicy(mode=REQUIRE, path=_path(choice))
         case _:
             raise BadConfig(
                 f"restore with {'resume' if resume is not None else '$TIERD_RESUME'}={choice!r}: expected "
                 '"auto", "scratch", "require", a step, or the path of a directory with a checkpoint, '
                 'or "run:NAME", "run:NAME@STEP" or "run:NAME@milestone:NAME" for another run'
             )
+
+
+def _path(given: str) -> str:
+    path = os.path.abspath(given)
+    try:
+        path.encode()  # the ranks and the daemon exchange it as UTF-8
+    except UnicodeEncodeError:
+        raise BadConfig(
+            f"restore with resume={path!r}: the path is not UTF-8", hint="rename the folder, or make a link to it"
+        ) from None
+    return path
 
 
 def restore_by_policy(

@@ -124,6 +124,12 @@ def test_other_values_of_resume_are_refused_and_the_choices_are_listed(resume: A
         parse_resume(resume, {})
 
 
+@pytest.mark.parametrize("resume", ["/checkpoints/\udcff", Path("/checkpoints/\udcff")])
+def test_path_that_is_not_utf_8_is_refused(resume: Any) -> None:
+    with pytest.raises(BadConfig, match=r"'/checkpoints/\\udcff': the path is not UTF-8"):
+        parse_resume(resume, {})
+
+
 # ── auto, require ──
 
 
