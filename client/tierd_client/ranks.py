@@ -25,8 +25,8 @@ T = TypeVar("T")
 BACKGROUND_TIMEOUT = timedelta(days=1)  # a wait there delays no training, and ends at once when a peer dies
 CPU = torch.device("cpu")  # named in every tensor, because a program can set another default device
 BROADCAST_BYTES = 1024  # of the first exchange of a broadcast
-# gloo's `all_reduce` sends a short tensor in pieces around a ring of all ranks, twice. Only for one number, and up to
-# this many ranks, it was faster than a gather to rank 0 and a broadcast (measured on one host with two cores).
+# gloo's `all_reduce` sends a short tensor in pieces around a ring of all ranks, twice. For one number and up to this
+# many ranks it was faster than a gather to rank 0 and a broadcast, for five numbers slower (on one host, two cores).
 RING_RANKS_MAX = 16
 POLL_MIN_S, POLL_MAX_S = 0.001, 0.05
 

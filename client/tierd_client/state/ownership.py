@@ -116,8 +116,8 @@ class ReplicaComparison:
         self._chosen: list[str] = []
 
     def samples(self, tensors: Sequence[CapturedTensor] | None) -> list[int]:
-        """Two numbers for each tensor that is compared now. `tensors`: this rank's; None if they
-        have changed or could not be captured. Chooses the same tensors until `check` is called."""
+        """Two numbers for each tensor that is compared now. `tensors`: this rank's; None if they have
+        changed or could not be captured. Chooses the same tensors until `check` is called."""
         count = min(COMPARED_PER_SNAPSHOT, len(self._keys))
         self._chosen = [self._keys[(self._next + index) % len(self._keys)] for index in range(count)]
         values: list[int] = []
